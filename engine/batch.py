@@ -155,7 +155,7 @@ class BlockRows:
         counts = [cdiv(slice_.end, block_tokens) for slice_ in slices]
         tables: list[IntArray] = []
         for number, group in enumerate(self._groups):
-            table = np.full((len(slices), max(counts, default=0) * group.rows), DUMMY_BLOCK, np.int32)
+            table = np.zeros((len(slices), max(counts, default=0) * group.rows), np.int32)  # 0 is the dummy block
             for index, (slice_, count) in enumerate(zip(slices, counts, strict=True)):
                 table[index, : count * group.rows] = self._row(slice_.request, number, count * group.rows)
             tables += [table] if group.rows == 1 else [table[:, row :: group.rows].copy() for row in range(group.rows)]
@@ -242,7 +242,7 @@ def build(
     starts, kv_lens = [slice_.start for slice_ in slices], [slice_.end for slice_ in slices]
     adapters = [slice_.request.adapter for slice_ in slices]
     tables = rows.tables(slices, block_tokens)
-    positions, slots = _places(np.array(starts, np.int64), np.array(cu_q, np.int64), tables, block_tokens)
+    positions, slots = _places(starts, cu_q, tables, block_tokens)
     _leave_stored(slices, cu_q, slots)
 
     def on_device(values: NDArray[np.int64] | IntArray) -> Tensor:
@@ -283,11 +283,15 @@ def _draws_of(before: Sequence[Slice]) -> dict[int, int]:
 
 
 def _places(
-    starts: NDArray[np.int64], cu_q: NDArray[np.int64], tables: list[IntArray], block_tokens: int
+    starts: list[int], cu_q: list[int], tables: list[IntArray], block_tokens: int
 ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return the position of every token, and its KV slot in each table."""
-    counts = np.diff(cu_q)
-    slices = np.repeat(np.arange(len(starts)), counts)
-    positions = np.arange(cu_q[-1]) + np.repeat(starts - cu_q[:-1], counts)
-    blocks, offsets = np.divmod(positions, block_tokens)
-    return positions, [table[slices, blocks].astype(np.int64) * block_tokens + offsets for table in tables]
+    slices, positions = np.arange(len(starts)), np.array(starts, np.int64)
+    if len(starts) != cu_q[-1]:  # otherwise each slice has one token
+        firsts = np.array(cu_q)
+        counts = np.diff(firsts)
+        slices = np.repeat(slices, counts)
+        positions = np.arange(cu_q[-1]) + np.repeat(positions - firsts[:-1], counts)
+    blocks = positions // block_tokens
+    # A token's slot is row * block_tokens + position % block_tokens.
+    return positions, [(table[slices, blocks] - blocks) * block_tokens + positions for table in tables]

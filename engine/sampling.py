@@ -81,7 +81,6 @@ def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
     return packed
 
 
-@torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> list[DrawResult]:
     """Return one draw per row of `logits`, float32 [R, vocab]. Does not change `logits`. An error affects only its row.
 

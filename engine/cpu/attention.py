@@ -4,25 +4,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionLayer
 from engine.batch import Batch
+from engine.cpu.attention_items import MAX_ROWS, AttentionWork
 from engine.cpu.attention_kernels import AREAS, attend, merge
-from engine.cpu.attention_tiles import FEW_ROWS, FIELDS, TILE
+from engine.cpu.attention_tiles import FEW_ROWS, TILE
 from engine.cpu.malloc import empty
 from engine.cpu.simd import CODES, LANES
 from engine.kv_pool import KVPool
 from shared.kv.layout import BYTES_OF
-
-# Maximum number of rows that are computed together. A row is a query of one query head; all rows share a key head. The
-# matrix product of 128 rows and the keys consists of whole panels, and the sums of 128 rows fit into the L2 cache.
-MAX_ROWS = 128
-MIN_PART = 256  # minimum number of tokens in each part of a divided context
-PARTS_PER_THREAD = 2  # long contexts are divided so that each thread gets about this many parts
-
-IntArray = NDArray[np.int32]
 
 
 class WorkingMemory:
@@ -58,58 +50,6 @@ class WorkingMemory:
                 self.areas[thread, index] = address
                 address += -(-size // 16) * 64
             self.areas[thread, 6] += 4 * padded
-
-
-class AttentionWork:
-    """The attention of a step for one window size, divided into items.
-
-    An item consists of adjacent queries of one slice, and of all or a part of the context that these queries read.
-    Threads take units of work: a unit is the work of one item for one key head.
-    """
-
-    def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:
-        starts, ends = np.array(batch.starts, np.int64), np.array(batch.kv_lens, np.int64)
-        counts = ends - starts
-        at_once = max(1, MAX_ROWS // group)
-        tiles = -(-counts // at_once)
-        slices = np.repeat(np.arange(len(counts)), tiles)
-        skipped = at_once * (np.arange(len(slices)) - np.repeat(tiles.cumsum() - tiles, tiles))
-        count = np.minimum(at_once, counts[slices] - skipped)
-        row = (counts.cumsum() - counts)[slices] + skipped
-        start = starts[slices] + skipped
-        low = np.maximum(batch.first_key, start + 1 - window if window else np.zeros_like(start))
-        # The fields of an item, in the kernel's order. The last is the row where a part's result begins, or else -1.
-        items = np.stack((slices, row, count, start, low, start + count, np.full_like(row, -1)), axis=1)
-        length = start + count - low
-        cost = length * (count * group + 8)  # the 8 accounts for reading the keys and values
-        fair = max(1, kv_heads * int(cost.sum()) // (threads * PARTS_PER_THREAD))
-        parts = np.minimum(-(-cost // fair), np.maximum(1, length // MIN_PART)) if threads > 1 else np.ones_like(row)
-        order = np.argsort(-cost // parts, kind="stable")  # costliest first, so that threads finish together
-        items, parts = items[order], parts[order]
-        self.merged = np.zeros((0, FIELDS), np.int32)
-        self.part_rows = 0
-        if parts.max(initial=1) > 1:
-            items = self._divided(items, parts, kv_heads * group)
-        self.items: IntArray = np.ascontiguousarray(items, np.int32)
-        self.operations = kv_heads * int(cost.sum())
-
-    def _divided(self, items: NDArray[np.int64], parts: NDArray[np.int64], heads: int) -> NDArray[np.int64]:
-        """Divide the context of items[i] into parts[i] parts. Return an item for each part. In `merged`, store the
-        items that were divided, because the results of their parts must be merged."""
-        number = np.arange(parts.sum()) - np.repeat(parts.cumsum() - parts, parts)
-        whole, parts_of = np.repeat(items, parts, axis=0), np.repeat(parts, parts)
-        low, length = whole[:, 4], whole[:, 5] - whole[:, 4]
-        is_part = parts_of > 1
-        rows = np.where(is_part, whole[:, 2] * heads, 0)
-        divided = whole.copy()
-        divided[:, 4] = low + length * number // parts_of
-        divided[:, 5] = low + length * (number + 1) // parts_of
-        divided[:, 6] = np.where(is_part, rows.cumsum() - rows, -1)
-        firsts = divided[is_part & (number == 0)]
-        merged = np.zeros((len(firsts), FIELDS), np.int32)
-        merged[:, :4] = np.column_stack((firsts[:, [1, 2, 6]], parts[parts > 1]))
-        self.merged, self.part_rows = merged, int(rows.sum())
-        return divided
 
 
 class NumbaAttention:
@@ -197,22 +137,12 @@ class NumbaPlan:
         parts = torch.empty(work.part_rows * (head_dim + 2))
         shape = (heads, group, head_dim)
         value_at = head_dim if head_dim == layout.head_dim else wide * self._strides[1] // item
-        pool = (*self._strides, CODES[layout.dtype])
-        rest = (
-            parts.data_ptr(),
-            table.data_ptr(),
-            table.shape[1],
-            *pool,
-            *shape,
-            window,
-            value_at,
-            2 * layout.head_dim * item,
-        )
-        units = (len(work.items) * heads, work.items.ctypes.data)
-        merged = (len(work.merged) * heads, work.merged.ctypes.data, parts.data_ptr(), *shape)
+        tables = (table.data_ptr(), table.shape[1], *self._strides, CODES[layout.dtype])
+        rest = (parts.data_ptr(), *tables, *shape, window, value_at, 2 * layout.head_dim * item)
+        units = (work.num_items * heads, work.items_at)
+        merged = (work.num_merged * heads, work.merged_at, parts.data_ptr(), *shape) if work.num_merged else ()
         work_of = (work.operations * head_dim, work.part_rows * head_dim)
-        merged_or_none = merged if len(work.merged) else ()
-        return PreparedAttention(group, *work_of, units, rest, merged_or_none, (work, parts))
+        return PreparedAttention(group, *work_of, units, rest, merged, (work, parts))
 
 
 @dataclass(frozen=True, slots=True)

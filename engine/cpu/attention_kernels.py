@@ -160,7 +160,7 @@ def finish(
 
 @kernel
 def attend(values: Any) -> None:
-    """Compute attention. A unit of work is one item (see `engine.cpu.attention.AttentionWork`) for one key head.
+    """Compute attention. A unit of work is one item (see `engine.cpu.attention_items.AttentionWork`) for one key head.
     Threads take units in order; `values[0]` counts the units that threads have taken."""
     units, items, q, out, pool, parts = values[1], values[2], values[3], values[4], values[5], values[6]
     table, table_width, block_bytes, head_bytes, block_tokens, code, kv_heads, group, head_dim, window = (

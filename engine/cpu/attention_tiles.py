@@ -33,7 +33,7 @@ TILE = 96  # tokens in a tile for a chunk's queries, a multiple of PANEL_ROWS
 FEW_ROWS = 8  # an item with at most this many rows (queries times query heads per key head) is computed as a decode
 FEW_TILE = 32  # tokens in a tile for a decode: the current and the next tile fit into the first two levels of cache
 LINE = 64  # bytes of a cache line
-FIELDS = 7  # number of fields of an item: see `engine.cpu.attention.AttentionWork`
+FIELDS = 7  # number of fields of an item: see `engine.cpu.attention_items.AttentionWork`
 # Bytes per block, bytes per token, tokens per block, the code of the pool's dtype, elements per key, and the number of
 # elements from a token's key to its value. The last number is 0 for latents, which are both key and value.
 Sizes = tuple[int, int, int, int, int, int]

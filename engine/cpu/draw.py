@@ -29,6 +29,7 @@ from engine.cpu.simd import (
     load,
     load_some,
     number_at,
+    pointer_to,
     put_address,
     splat,
     store_some,
@@ -52,7 +53,6 @@ _30, _27, _31, _12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
 
 _double = written(types.float64, (types.uint64,), lambda b, bits: b.bitcast(bits, ir.DoubleType()))
 _bits = written(types.int64, (types.float64,), lambda b, number: b.bitcast(number, ir.IntType(64)))
-_pointer = written(types.voidptr, (types.int64,), lambda b, at: b.inttoptr(at, ir.IntType(8).as_pointer()))
 _parameter = written(types.float64, (types.int64,), lambda b, at: b.load(b.inttoptr(at, ir.DoubleType().as_pointer())))
 
 
@@ -86,7 +86,7 @@ def divide(row, count, by, scores):
     """Divide the row by `by`. Store the result in `scores`, followed by LANES values of -inf."""
     for at in range(0, count, LANES):
         store_some(load_some(row + 4 * at, count - at, FLOAT32) / splat(by), scores + 4 * at, count - at, FLOAT32)
-    end(carray(_pointer(scores), count + LANES, np.float32), count)
+    end(carray(pointer_to(scores), count + LANES, np.float32), count)
 
 
 @inlined
@@ -219,10 +219,10 @@ def allowed(row, count, words, by, scores, tokens):
 def gather(row, count, mask, num_words, by, area):
     """Store the tokens that the mask, if any, allows, and their scores: logits divided by `by`. Return their number."""
     room = count + LANES
-    tokens = carray(_pointer(area + 4 * room), room, np.int32)
+    tokens = carray(pointer_to(area + 4 * room), room, np.int32)
     if mask:
-        words, scores = carray(_pointer(mask), num_words, np.uint32), carray(_pointer(area), room, np.float32)
-        return allowed(carray(_pointer(row), count, np.float32), count, words, by, scores, tokens)
+        words, scores = carray(pointer_to(mask), num_words, np.uint32), carray(pointer_to(area), room, np.float32)
+        return allowed(carray(pointer_to(row), count, np.float32), count, words, by, scores, tokens)
     divide(row, count, by, area)
     for token in range(count):
         tokens[token] = token
@@ -235,9 +235,9 @@ def draw_one(row, count, parameters, area, mask, num_words):
     is_greedy = _parameter(parameters) < GREEDY_BELOW
     top_p, min_p, top_k = _parameter(parameters + 8), _parameter(parameters + 16), address_at(parameters + 24)
     room = count + LANES
-    scores = carray(_pointer(area), room, np.float32)
-    tokens = carray(_pointer(area + 4 * room), room, np.int32)
-    ranked = carray(_pointer(area + 8 * room), room, np.float32)
+    scores = carray(pointer_to(area), room, np.float32)
+    tokens = carray(pointer_to(area + 4 * room), room, np.int32)
+    ranked = carray(pointer_to(area + 8 * room), room, np.float32)
     count = gather(row, count, mask, num_words, np.float32(1) if is_greedy else temperature, area)
     best, at = most_likely(area, count)
     if mask and best == -math.inf:  # this is also true if the mask allows no token
@@ -298,14 +298,13 @@ def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor, masks: TokenMasks
     """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()
-    chosen = torch.empty(rows, dtype=torch.int64)
-    addresses, num_words = torch.zeros(rows, dtype=torch.int64), 0
+    chosen, addresses, num_words = np.empty(rows, np.int64), np.zeros(rows, np.int64), 0
     if masks is not None:
         words, num_words = np.ascontiguousarray(masks.words), masks.words.shape[1]
-        addresses[masks.rows] = words.ctypes.data + 4 * num_words * torch.arange(len(masks.rows))
+        addresses[masks.rows] = words.ctypes.data + 4 * num_words * np.arange(len(masks.rows))
     areas = torch.empty((torch.get_num_threads(), 3, vocab + LANES), dtype=torch.float32)
     _draw(
         rows * vocab * WORK, 0, rows, vocab, logits.data_ptr(), adjusted.data_ptr(), parameters.data_ptr(),
-        chosen.data_ptr(), areas.data_ptr(), areas.stride(0) * 4, addresses.data_ptr(), num_words,
+        chosen.ctypes.data, areas.data_ptr(), areas.stride(0) * 4, addresses.ctypes.data, num_words,
     )  # fmt: skip
     return chosen.tolist()

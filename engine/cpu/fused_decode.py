@@ -89,9 +89,9 @@ class FusedDecode:
         self._calls: list[tuple[Kernel, list[int]]] = []  # the first argument is the number of rows per decode
         # Indices of the calls of `attend`, by table and window. Each call of `attend` is followed by a call of `merge`.
         self._attends_of: dict[tuple[int, int], list[int]] = {}
+        self._rotations_of: dict[int, list[int]] = {}  # indices of the calls of `rotate_and_store`, by table
         self._write(model)
-        numbers = {kernel: [n for n, call in enumerate(self._calls) if call[0] is kernel] for kernel, _ in self._calls}
-        self._rotations = numbers[rotate_and_store]
+        self._rows = 0  # number of rows in the last step
         self._rows_for_each = np.array([values[0] for _, values in self._calls])
         self._addresses = np.array([kernel.address for kernel, _ in self._calls], np.int64)
         self._values = np.zeros((len(self._calls), VALUES), np.int64)
@@ -103,17 +103,17 @@ class FusedDecode:
         rows = len(batch.starts)
         return 0 < rows <= MAX_ROWS and len(batch.tokens) == rows == len(batch.sampled) == len(batch.logit_rows)
 
-    @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
         """Store the batch's KV and return the tokens' logits, float32 [S, vocab_size]. Requires `takes(batch)`."""
         rows, values = len(batch.tokens), self._values
         self._memory["hidden"][:rows] = self._model.embed(batch.tokens)
         step = self._kernels.begin(batch)
         plans = [self._attention.plan(batch.with_table(number)) for number in range(len(batch.others) + 1)]
-        values[:, 0] = rows * self._rows_for_each
+        if rows != self._rows:
+            self._rows, values[:, 0] = rows, rows * self._rows_for_each
         ((cosine, sine),) = step.angles
-        values[self._rotations, 3:5] = (cosine.data_ptr(), sine.data_ptr())
-        values[self._rotations, 5] = np.array([slots.data_ptr() for slots in step.slots])[self._tables]
+        for table, numbers in self._rotations_of.items():
+            values[numbers, 3:6] = (cosine.data_ptr(), sine.data_ptr(), step.slots[table].data_ptr())
         for (table, window), numbers in self._attends_of.items():
             self._attends(plans[table], window, numbers)
         head = self._model.head
@@ -126,14 +126,11 @@ class FusedDecode:
     def _attends(self, plan: NumbaPlan, window: int, numbers: list[int]) -> None:
         prepared = plan.prepared(self._model.config.num_heads, window)
         memory = self._attention.memory(torch.get_num_threads(), prepared.group)
-        values, merges = self._values, [number + 1 for number in numbers]
-        values[numbers, :3] = (0, *prepared.units)
-        values[numbers, 6:20] = (*prepared.rest, memory.address)
-        values[merges, :2] = 0
-        if prepared.merged:
-            units, items, parts, *_ = prepared.merged
-            values[merges, 1:3] = (units, items)
-            values[merges, 4] = parts
+        values, attends = self._values, np.array(numbers)
+        values[attends, :3] = (0, *prepared.units)
+        values[attends, 6:20] = (*prepared.rest, memory.address)
+        units, items, parts = prepared.merged[:3] if prepared.merged else (0, 0, 0)
+        values[attends + 1, :5] = (0, units, items, self._at["attended"], parts)
 
     # ---- kernel arguments that are the same in every step ---------------------------------------------------------
 
@@ -180,6 +177,7 @@ class FusedDecode:
         shape = (config.num_heads, config.num_kv_heads, config.head_dim)
         norms = [0 if weight is None else weight.data_ptr() for weight in (layer.q_norm, layer.k_norm)]
         pool = self._attention.layer_address(index)
+        self._rotations_of.setdefault(self._tables[index], []).append(len(self._calls))
         self._call(rotate_and_store, 1, at["qkv"], at["q"], 0, 0, 0, *shape, *norms, pool, *kernels.pool_shape)
         key = self._tables[index], layer.attention.window
         self._attends_of.setdefault(key, []).append(len(self._calls))

@@ -194,6 +194,7 @@ put_address = written(types.void, (_I, _I), lambda b, value, at: b.store(value, 
 index_at = written(_I, (_I,), lambda b, at: b.sext(b.load(emit_pointer(b, at, _INT)), _LONG))  # an int32 in memory
 number_at = written(_F, (_I,), lambda b, at: b.load(emit_pointer(b, at, _FLOAT)))
 put_number = written(types.void, (_F, _I), lambda b, value, at: b.store(value, emit_pointer(b, at, _FLOAT)))
+pointer_to = written(types.voidptr, (_I,), lambda b, at: emit_pointer(b, at, ir.IntType(8)))  # for numba.carray
 put_low_bytes = written(types.void, (_V, _I), _put_low_bytes)  # stores the low byte of each lane
 prefetch = written(types.void, (_I,), emit_prefetch)  # loads the cache line at an address into the level-2 cache
 # Takes the next piece of work: atomically increments a kernel's first value, a counter that all threads share.

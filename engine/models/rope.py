@@ -17,12 +17,14 @@ from engine.models.spec import Rope
 class Rotation:
     """The rotation of each pair of dimensions: frequency (radians per position) and magnitude, float32 [head_dim / 2].
 
+    `is_scaled` is false if all magnitudes are 1.
     `axes`, int64 [head_dim / 2], are the axes of the pairs if tokens have positions on three axes, and None otherwise.
     """
 
     frequencies: Tensor
     magnitudes: Tensor
     axes: Tensor | None = None
+    is_scaled: bool = False
 
     @classmethod
     def of(cls, rope: Rope | None, head_dim: int, device: torch.device) -> "Rotation":
@@ -32,7 +34,7 @@ class Rotation:
             frequencies[:rotated] = inverse_frequencies(rope, 2 * rotated)
             magnitudes[:rotated] = rope.magnitude
         axes = axes_of(rope, head_dim // 2).to(device) if rope is not None and rope.sections else None
-        return cls(frequencies.to(device), magnitudes.to(device), axes)
+        return cls(frequencies.to(device), magnitudes.to(device), axes, bool((magnitudes != 1).any()))
 
     def angles(self, positions: Tensor, on_axes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for `positions` [T], multiplied by magnitudes. Each is float32 [T, 1, head_dim / 2].
@@ -43,7 +45,8 @@ class Rotation:
             turned = positions[:, None, None].float() * self.frequencies
         else:
             turned = (on_axes[self.axes].T.contiguous().float() * self.frequencies)[:, None]
-        return turned.cos() * self.magnitudes, turned.sin() * self.magnitudes
+        cosine, sine = turned.cos(), turned.sin()
+        return (cosine * self.magnitudes, sine * self.magnitudes) if self.is_scaled else (cosine, sine)
 
 
 def axes_of(rope: Rope, pairs: int) -> Tensor:

@@ -17,14 +17,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from router.dispatch.admission import AdmissionQueue, deadline_error
-from router.dispatch.attempt import (
-    HANDOFF,
-    AdmittedRequest,
-    Attempt,
-    AttemptFailed,
-    ClientBackpressure,
-    SampleState,
-)
+from router.dispatch.attempt import HANDOFF, AdmittedRequest, Attempt, AttemptFailed, ClientBackpressure, SampleState
 from router.dispatch.failover import Failover, RetryBudget, inexact_reason
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
 from router.dispatch.rules import DispatchRules

@@ -120,10 +120,7 @@ def _of_all_workers(workers: WholeRouter | None, routes: Sequence[BaseRoute]) ->
 
 
 def _services(
-    models: Sequence[ModelParts],
-    registry: CollectorRegistry,
-    observer: RouterObserver,
-    slo: Callable[[], SloTargets],
+    models: Sequence[ModelParts], registry: CollectorRegistry, observer: RouterObserver, slo: Callable[[], SloTargets]
 ) -> list[GenerationService]:
     """Create a service for each model, register its metrics in `registry`, and return the services."""
     grammars = GrammarChecker()
@@ -280,11 +277,7 @@ class ApiHandlers:
         }
 
     def admin_routes(self) -> list[BaseRoute]:
-        return [
-            Route("/v1/status", self.status),
-            Route("/metrics", self.metrics),
-            Route("/load", self.load),
-        ]
+        return [Route("/v1/status", self.status), Route("/metrics", self.metrics), Route("/load", self.load)]
 
     async def status(self, _request: Request) -> Response:
         return JSONResponse(self.whole_status())

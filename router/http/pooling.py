@@ -18,16 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from router.dispatch.requests import GenerationRequest
 from router.http.asgi import ResponseWriter
-from router.http.bodies import (
-    Body,
-    CacheSalt,
-    CompletionBody,
-    Priority,
-    Prompt,
-    TemplateArguments,
-    Truncation,
-    listed,
-)
+from router.http.bodies import Body, CacheSalt, CompletionBody, Priority, Prompt, TemplateArguments, Truncation, listed
 from router.http.generation import GenerationService
 from router.http.messages import Strict
 from router.http.parsing import cache_namespace, check_ids, encode, run_in_thread

@@ -14,15 +14,7 @@ import typer
 import typer.main
 from pydantic.fields import FieldInfo
 
-from shared.config.settings import (
-    Settings,
-    flag_of,
-    format_value,
-    hide_password,
-    meaning_of,
-    resolve,
-    variable_of,
-)
+from shared.config.settings import Settings, flag_of, format_value, hide_password, meaning_of, resolve, variable_of
 from shared.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)

@@ -74,16 +74,10 @@ class Slurm:
         key = self.place / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        files = {
-            "key-file": key,
-            "socket": "munge.socket",
-            "pid-file": "munge.pid",
-            "log-file": "munge.log",
-            "seed-file": "munge.seed",
-        }
-        self.daemon(
-            "munged", "--foreground", "--force", *(f"--{name}={self.place / file}" for name, file in files.items())
-        )
+        files = {"key-file": key, "socket": "munge.socket"}
+        files |= {f"{name}-file": f"munge.{name}" for name in ("pid", "log", "seed")}
+        flags = (f"--{name}={self.place / file}" for name, file in files.items())
+        self.daemon("munged", "--foreground", "--force", *flags)
         wait_for((self.place / "munge.socket").exists, "munged listens")
         self.daemon("slurmctld", "-D")
         for host in HOSTS:
@@ -118,13 +112,9 @@ class Slurm:
             for router in self.routers:
                 router.wait_for_nodes(**counts)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.state()}") from None
-
-    def state(self) -> str:
-        """Return what Slurm reports, and the ends of the logs of the daemons and of the job."""
-        reports = [self.command(*words, check=False) for words in (("sinfo", "-N", "-l"), ("squeue", "--steps"))]
-        logs = [f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.place.glob("*.out"))]
-        return "\n".join([*reports, *logs, self.log()])
+            state = [self.command(*words, check=False) for words in (("sinfo", "-N", "-l"), ("squeue", "--steps"))]
+            state += [f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.place.glob("*.out"))]
+            raise AssertionError("\n".join((str(error), *state, self.log()))) from None
 
     def steps(self) -> dict[str, tuple[str, str]]:
         """Return the step id and the host of each running part."""

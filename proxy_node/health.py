@@ -1,9 +1,10 @@
 """Decides whether an engine is alive. Nothing here reads a clock; callers pass the current time in seconds.
 
 A slow engine is not dead: the process that answers `/metrics` and `/health` also serves all streams, and may take
-seconds to answer under load. An engine is lost if its port refuses connections or if it reports that it is unhealthy.
-An engine is stuck if it makes no progress. Each step and each event of an answer counts as progress. While the engine
-has no requests, an answer to `/metrics` counts as progress too.
+seconds to answer under load. An engine is lost if its port refuses connections, if it reports that it is unhealthy, or
+if its number of steps has fallen, because it was then restarted. An engine is stuck if it makes no progress. Each step
+and each event of an answer counts as progress. While the engine has no requests, an answer to `/metrics` counts as
+progress too.
 """
 
 from collections import deque
@@ -30,7 +31,12 @@ class EngineHealth:
         self.progress_at = now
 
     def scraped(self, now: float, num_steps: float, num_requests: int) -> None:
-        """Record an answer to `/metrics`. `num_requests` counts this process's running requests."""
+        """Record an answer to `/metrics`. `num_requests` counts this process's running requests.
+
+        If the number of steps has fallen, the engine was restarted, and it counts as lost.
+        """
+        if num_steps < self._num_steps:
+            self.lost("it was restarted")
         if num_steps != self._num_steps or not num_requests:
             self.progress_at, self._num_steps = now, num_steps
 

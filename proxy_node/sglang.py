@@ -10,15 +10,7 @@ from urllib.parse import urlsplit
 
 from proxy_node.client import HEALTH_S, EngineClient, EngineFacts, Params
 from proxy_node.connectors import check_bootstrap
-from proxy_node.wire import (
-    EngineFailure,
-    EngineMetrics,
-    EngineOutput,
-    EventReader,
-    cache_salt,
-    likeliest,
-    read_metrics,
-)
+from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader, cache_salt, likeliest, read_metrics
 from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
 
 NEEDS = "Baton needs an SGLang server of version 0.5 or newer"

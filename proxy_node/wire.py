@@ -32,13 +32,7 @@ class EngineFailure(Exception):
     """
 
     def __init__(
-        self,
-        reason: str,
-        *,
-        retry: bool = True,
-        is_suspicious: bool = False,
-        is_garbage: bool = False,
-        status: int = 0,
+        self, reason: str, *, retry: bool = True, is_suspicious: bool = False, is_garbage: bool = False, status: int = 0
     ) -> None:
         super().__init__(reason)
         self.retry, self.is_suspicious, self.is_garbage, self.status = retry, is_suspicious, is_garbage, status

@@ -28,15 +28,7 @@ from engine.hash_model import expected_tokens
 from shared.kv.memory import checksums
 from tests.chaos.drive import all_back
 from tests.chaos.traffic import Ask, Load, Outcome
-from tests.cluster.harness import (
-    DEMO_VOCABULARY,
-    Cluster,
-    RedisServer,
-    cluster,
-    completion,
-    prompt_of,
-    wait_for,
-)
+from tests.cluster.harness import DEMO_VOCABULARY, Cluster, RedisServer, cluster, completion, prompt_of, wait_for
 from tests.router import bad_requests as bad
 
 Row = list[Cell]
@@ -136,10 +128,7 @@ def slow_clients(seconds: float) -> list[Row]:
             disturbed = during(running, lambda: _read_slowly(sockets, seconds))
     each_kib = grown / SLOW_CLIENTS / 1024
     rows = _compared(f"{SLOW_CLIENTS} clients that each read one byte per second", calm, disturbed, 1.1)
-    return [
-        *rows,
-        ["memory of the router per slow client", f"{each_kib:.0f} KiB", "≤ 256 KiB", each_kib <= 256],
-    ]
+    return [*rows, ["memory of the router per slow client", f"{each_kib:.0f} KiB", "≤ 256 KiB", each_kib <= 256]]
 
 
 def _are_nodes_idle(running: Cluster) -> bool:

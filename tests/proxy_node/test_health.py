@@ -40,6 +40,13 @@ def test_rare_malformed_answers_are_no_reason_to_leave_and_many_are() -> None:
     assert "malformed" in health.check(500.0)
 
 
+def test_a_fallen_number_of_steps_shows_a_restart() -> None:
+    health = EngineHealth(5.0, 0.0)
+    for steps, reason in ((0, ""), (7, ""), (7, ""), (1, "it was restarted")):
+        health.scraped(1.0, steps, 0)
+        assert health.check(1.0) == reason
+
+
 def test_the_first_reason_is_kept() -> None:
     health = EngineHealth(5.0, 0.0)
     health.lost("refused")

@@ -16,7 +16,7 @@ from compare.cli import compare, plan, profile
 from shared.api_client import base_url
 from shared.config.command_line import command_of, run_app
 from shared.config.settings import NodeSettings, PickerSettings, ProxySettings, RouterSettings, Settings
-from shared.lifecycle import ROOT
+from shared.lifecycle import ROOT, exit_on_signals
 
 Url = Annotated[
     str, typer.Option("--url", envvar="BATON_URL", metavar="URL", parser=base_url, help="URL of the router.")
@@ -79,6 +79,8 @@ def _app() -> typer.Typer:
 
 def _run(name: str, settings: Settings) -> int:
     """Run the command `name`, which is one of PROCESSES, with the settings that its flags gave."""
+    if not isinstance(settings, LocalSettings):
+        exit_on_signals()
     match settings:
         case DoctorSettings():
             from cluster.doctor import run_doctor

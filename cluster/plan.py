@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from shared.api_client import base_url
 from shared.config.settings import (
     EVERY_ADDRESS,
+    VLLM_VARIABLES,
     ComputingSettings,
     Engines,
     EngineSettings,
@@ -334,6 +335,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     settings = {
         variable_of(name) for kind in (LocalSettings, NodeSettings, ProxySettings) for name in kind.model_fields
     }
+    settings |= set(VLLM_VARIABLES.values())
     kept = {name: value for name, value in environment.items() if name not in settings}
     if "OMP_WAIT_POLICY" not in kept:
         kept.setdefault("GOMP_SPINCOUNT", SPIN)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from pydantic import TypeAdapter
+
 from shared.config.settings import ComputingSettings, EngineSettings, ServingSettings, resolve
 from shared.errors import ConfigError
 
@@ -54,9 +56,11 @@ class Arm:
         flags = ["--mode", self.mode, "--decode", str(self.decode)]
         flags += ["--prefill", str(self.prefill)] if self.prefill else []
         for name, value in self.settings.items():
-            flag, is_on = name.replace("_", "-"), value.lower() in {"true", "1", "yes", "on"}
-            is_switch = ArmSettings.model_fields[name].annotation is bool
-            flags += [f"--{'' if is_on else 'no-'}{flag}"] if is_switch else [f"--{flag}", value]
+            flag, is_switch = name.replace("_", "-"), ArmSettings.model_fields[name].annotation is bool
+            if is_switch:
+                flags.append(f"--{flag}" if TypeAdapter(bool).validate_python(value) else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", value]
         return flags
 
     def document(self) -> dict[str, object]:

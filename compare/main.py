@@ -36,6 +36,7 @@ NO_VERDICT = 1
 # slowdown, because it also counts processes of lower priority.
 MAX_SLOWDOWN = 3.0
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
+MIN_REQUESTS = 10  # a search ends at a rate at which fewer requests than this arrive in a period
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated", "sim")
 DEVICES = {"emulated": "emulated", "sim": "simulated"}
@@ -110,9 +111,12 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     seeds = tuple(range(1, options.seeds + 1))
     encode = None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
     trace = read_trace(options.trace, options.trace_format, encode) if options.trace else []
-    traffic = lru_cache(TrafficSource(options, vocabulary, trace, limit).draw)
+    source = TrafficSource(options, vocabulary, trace, limit)
+    traffic = lru_cache(source.draw)
     for seed in seeds:
         traffic(seed)  # raises ConfigError for impossible traffic before anything starts
+    if options.find_capacity:
+        source.check_trace()  # a search draws further parts of the trace
     experiment = Experiment(
         arms=tuple(arms),
         control=control,
@@ -121,6 +125,7 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         slo=LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms),
         attainment=options.attainment,
         first_rate=float(traffic(1).notes["rate"]) if options.find_capacity else None,
+        lowest_rate=MIN_REQUESTS / options.duration,
         prompts=tuple(tuple(vocabulary.draw(0, f"preflight {count}", count)) for count in PREFLIGHT_TOKENS),
         treatment=(*options.treatment, *(["devices", "engine_url"] if options.unequal else [])),
         send="ids" if model else "text",

@@ -38,6 +38,13 @@ class ProcessLifetime:
         self.draining.set()
 
 
+def exit_on_signals() -> None:
+    """Let SIGTERM and SIGINT end the process until `ProcessLifetime` handles them. The first process of a container
+    would otherwise ignore them while it loads, because the kernel does not apply default actions to it."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os._exit(128 + number))
+
+
 def run(main: Callable[[ProcessLifetime], Coroutine[Any, Any, int]]) -> int:
     """Run `main` under uvloop and return its exit status."""
     # A node's engine thread and its event loop share the interpreter lock. With the default switch interval of 5 ms,

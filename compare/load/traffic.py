@@ -160,6 +160,10 @@ class TrafficSource:
         }
         return Traffic(arrivals, notes)
 
+    def check_trace(self) -> None:
+        """Raise ConfigError if any row of the trace exceeds the model's context and must be neither cut nor dropped."""
+        self._fitted([scaled(row, self._scale, self._scale) for row in self._trace])
+
     def rows(self, seed: int, rate: float | None = None) -> tuple[list[TraceRow | None], int, int]:
         """Return the rows of a seed with their times, where None stands for a dropped row. Also return the number of
         cut rows and the number of passes over the trace."""

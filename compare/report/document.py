@@ -41,6 +41,7 @@ from compare.stats.measures import (
 from compare.stats.statistics import SHARES, Comparison, Runs, compare_arms, within
 from compare.stats.verdict import ATTAINMENT, CAPACITY, LATENCIES, Ranking, rank
 from scheduler.cost import CostModel
+from shared.config.settings import parse_count
 
 SCHEMA = "baton.compare/1"
 # The metrics in which the control is compared. They exclude tail latencies, which vary too much between short runs.
@@ -495,7 +496,7 @@ def tuning_notes(experiment: Experiment, causes: Mapping[str, Mapping[str, int]]
     tokens that waited for prompt chunks, and no other co-located arm has a smaller budget."""
     default = ArmSettings.model_fields["max_num_batched_tokens"].default
     budgets = {
-        arm.name: int(arm.settings.get("max_num_batched_tokens", default))
+        arm.name: int(parse_count(arm.settings.get("max_num_batched_tokens", default)))
         for arm in experiment.arms
         if arm.mode == "colocated" and not arm.url
     }

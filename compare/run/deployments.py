@@ -19,7 +19,7 @@ from compare.arms import Arm
 from compare.endpoint import Endpoint, EndpointError
 from compare.load.client import LoadSpec, drive
 from compare.load.outcome import LoadRecording
-from shared.config.settings import PREFIX, parse_size
+from shared.config.settings import PREFIX, VLLM_VARIABLES, parse_size
 from shared.errors import ConfigError
 from shared.kv.layout import HOST_KV_BYTES
 from shared.kv.memory import available_bytes
@@ -187,8 +187,9 @@ def num_gpus() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without BATON_ variables, so that settings without a flag have their defaults."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    """Return the environment without variables of settings, so that settings without a flag have their defaults."""
+    others = VLLM_VARIABLES.values()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in others}
     return kept | {"PYTHONPATH": python_path(os.environ)}
 
 

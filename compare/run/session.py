@@ -25,7 +25,7 @@ from compare.run import equivalence
 from compare.run.deployments import Deployments
 from compare.run.engines import Counters, EngineMeter, check_moved
 from compare.run.equivalence import ParityCheck
-from compare.stats.capacity import CapacityEstimate, CapacityPoint, CapacitySearch
+from compare.stats.capacity import MAX_SEEDS, CapacityEstimate, CapacityPoint, CapacitySearch
 from compare.stats.measures import inside, measured_window, misses, slo_excess
 from shared.errors import ConfigError
 
@@ -99,6 +99,7 @@ class Experiment:
     out: Path
     first_rates: Mapping[str, float] = field(default_factory=dict)  # start rates that replace `first_rate`, by arm
     widening: float = 2.0  # factor between successive rates while a search brackets the capacity
+    lowest_rate: float = 0.0  # a search does not look for capacities below this rate
     device: str = ""  # "emulated NAME" or "simulated NAME"; "" for real devices
     engines: EngineMeter | None = None  # vLLM servers that all arms share
 
@@ -317,14 +318,19 @@ class Session:
         assert experiment.first_rate is not None
         most, least = experiment.max_trials, len(experiment.seeds)
         search = CapacitySearch(
-            measure, experiment.attainment, max_runs=most, min_seeds=least, widening=experiment.widening
-        )
+            measure, experiment.attainment, max_runs=most, min_seeds=least, max_seeds=max(MAX_SEEDS, least),
+            widening=experiment.widening, lowest=experiment.lowest_rate,
+        )  # fmt: skip
         self._findings.points[arm] = search.points
         self._findings.capacities[arm] = await search.run(experiment.first_rates.get(arm, experiment.first_rate))
 
     async def _attainment(self, arm: str, rate: float, seed: int) -> float:
         """Repeat a trial until it is valid, and return its attainment. Raises ArmLostError if ATTEMPTS trials in a row
-        are invalid."""
+        are invalid, or if there is no traffic at this rate."""
+        try:
+            self._experiment.traffic(seed, rate)
+        except ConfigError as error:
+            raise ArmLostError(f"{arm} at {rate:.3g} req/s could not be measured: {error}") from None
         for _ in range(ATTEMPTS):
             async with self._one_at_a_time:
                 period = await self._run_trial(Trial(arm, seed, len(self._findings.periods), rate))

@@ -146,10 +146,11 @@ class CapacitySearch:
         max_seeds: int = MAX_SEEDS,
         widening: float = 2.0,
         step: float = STEP,
+        lowest: float = 0.0,
     ) -> None:
         """`widening` is the factor between successive rates while the search brackets the capacity. `step` is the
         factor between the rates at which all seeds are then measured. If figures differ much between seeds, use a
-        larger `step`."""
+        larger `step`. The search ends if the capacity is below `lowest`, which is a rate."""
         self.points: list[CapacityPoint] = []
         self._measure = measure
         self._alpha = alpha
@@ -157,6 +158,7 @@ class CapacitySearch:
         self._min_seeds, self._max_seeds = min_seeds, max_seeds
         self._widening = widening
         self._step = step
+        self._lowest = lowest
 
     @property
     def exhausted(self) -> bool:
@@ -199,7 +201,7 @@ class CapacitySearch:
         holds = await self._holds(rate, 0)
         factor = self._widening if holds else 1 / self._widening
         first = rate
-        while not self.exhausted and 1 / WIDEST < rate / first < WIDEST:
+        while not self.exhausted and 1 / WIDEST < rate / first < WIDEST and rate * factor >= self._lowest:
             last, rate = rate, rate * factor
             if await self._holds(rate, 0) != holds:
                 return (last, rate) if holds else (rate, last)

@@ -14,13 +14,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.cli import main
 from cluster.clients import COLUMNS, NUM_NARROW, head, latency_line, row_of, tail
+from tests.cluster.harness import DEMO, ROOT, wait_for
 from tests.command_line import refusal
-
-ROOT = Path(__file__).resolve().parents[2]
 
 NODE = {"id": "decode-0", "role": "decode", "state": "ready", "alive": True, "running": 3, "waiting": 1}
 NODE |= {"blocks": {"free": 50, "cached": 20, "owned": 25, "reserved": 4, "quarantined": 1, "total": 100}}
@@ -420,3 +420,27 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering]
     assert (process.returncode, out.strip()) == (1, "again")
     assert "[stopped]" in err
     assert [message["content"] for message in echo.bodies[-1]["messages"]] == ["again"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace needs root")
+def test_the_first_process_of_a_container_ends_at_sigterm_while_it_starts(tmp_path: Path) -> None:
+    """The node waits for the name of its router."""
+    baton, secret = [sys.executable, "-P", "-m", "baton"], str(tmp_path / "secret.pem")
+    subprocess.run([*baton, "secret", secret], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    flags = ["--model", str(DEMO), "--runner", "hash", "--host", "0.0.0.0", "--cluster-secret-file", secret]
+    command = [
+        "unshare",
+        "--fork",
+        "--pid",
+        "--kill-child",
+        *baton,
+        "decode",
+        *flags,
+        "--registry",
+        "none.invalid:8001",
+    ]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}) as process:
+        wait_for(lambda: psutil.Process(process.pid).children(), "the node starts")
+        (node,) = psutil.Process(process.pid).children()
+        wait_for(lambda: process.poll() is not None or node.terminate(), "the node ends")
+        assert process.returncode == 143

@@ -196,6 +196,7 @@ def test_invalid_combinations_of_settings_are_refused(given: dict[str, object], 
 
 def test_a_child_inherits_no_setting_of_its_parent() -> None:
     parent = {"BATON_PORT": "8000", "BATON_PREFILL": "2", "PATH": "/bin", "PYTHONPATH": "/x"}
+    parent["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     child = inherited(parent)
     assert set(child) == {"PATH", "PYTHONPATH", "GOMP_SPINCOUNT"}
     assert inherited({"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"

@@ -55,12 +55,12 @@ def test_a_device_has_the_same_number_of_cores_in_every_arm():
 
 
 def test_the_command_line_of_an_arm_is_complete():
-    arm = parse_arm("disaggregated:1p2d@prefill_first,enable_prefix_caching=false")
+    arm = parse_arm("disaggregated:1p2d@prefill_first,enable_prefix_caching=false,enforce_eager=y")
     command = LaunchOptions("/models/m", (0, 1, 2), "fast").command(arm)
     assert command[3:5] == ["baton", "up"]
     for part in ("--mode disaggregated", "--prefill 1", "--decode 2", "--policy prefill_first", "--cpus 0,1,2"):
         assert part in " ".join(command)
-    assert "--no-enable-prefix-caching" in command
+    assert {"--no-enable-prefix-caching", "--enforce-eager"} <= set(command)
     assert "--emulate" in command
 
 

@@ -124,7 +124,8 @@ async def test_a_search_without_a_crossing_finds_a_bound_or_a_cliff(
     async def measure(rate: float, _seed: int) -> float:
         return 0.99 if rate <= last_good else 0.0
 
-    search = CapacitySearch(measure, ALPHA, max_runs=60, min_seeds=3)
+    search = CapacitySearch(measure, ALPHA, max_runs=60, min_seeds=3, lowest=0.3)
     found = await search.run(2.0)
+    assert min(point.rate for point in search.points) >= 0.3
     assert (found.bounded, found.cliff) == (bounded, is_cliff)
     assert 6.5 <= found.rate <= 7.3 if is_cliff else len(search.points) < 20

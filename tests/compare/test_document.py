@@ -46,7 +46,7 @@ def test_the_report_has_a_verdict():
 
 def test_no_smaller_budget_is_proposed_for_an_arm_if_another_one_has_it():
     made, _ = session()
-    tuned = replace(made.arms[0], name="tuned", settings={"max_num_batched_tokens": "256"})
+    tuned = replace(made.arms[0], name="tuned", settings={"max_num_batched_tokens": "0.25K"})
     causes = {arm.name: {"TBT: behind prompt chunks": 9} for arm in (*made.arms, tuned)}
     assert [note.split(":")[0] for note in tuning_notes(replace(made, arms=(*made.arms, tuned)), causes)] == ["tuned"]
 

@@ -63,6 +63,11 @@ async def test_capacities_are_found(tmp_path: Path) -> None:
     assert 0.3 * colocated["mean"] < split["mean"] < 0.7 * colocated["mean"], "only one of its nodes generates"
 
 
+async def test_a_search_below_all_rates_gives_a_report(tmp_path: Path) -> None:
+    report = await compare(tmp_path, arms=ARMS[:2], find_capacity=True, tbt_slo_ms=1.0, rate=None)
+    assert any("sustains less than" in problem for problem in report["problems"])
+
+
 async def test_an_arm_that_shares_no_prefixes_computes_more(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [{"t": n / 8, "prompt_len": 900, "prefix_id": "p", "prefix_len": 800, "max_tokens": 20} for n in range(40)]

@@ -242,6 +242,8 @@ def test_prompts_over_the_context_are_refused_cut_or_dropped_and_counted(tmp_pat
         ConfigError, match=r"2 of 3 requests exceed the model's 64 tokens .* --scale-tokens 0\.53 or less"
     ):
         draw(path, limit=64)
+    with pytest.raises(ConfigError, match="1 of 3 requests exceed"):  # although the first period has no such request
+        TrafficSource(CompareOptions(trace=path, duration=1), VOCABULARY, read_trace(path), 110).check_trace()
     cut, dropped, scaled = (
         draw(path, limit=64, **options)
         for options in ({"too_long": "cut"}, {"too_long": "drop"}, {"scale_tokens": 0.53})

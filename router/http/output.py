@@ -73,7 +73,7 @@ class OutputProcessor:
         self.prompt = prompt
         self.timings = timings
         self.num_tokens = 0
-        self._min_tokens = prompt.request.min_tokens
+        self._min_tokens = body.min_tokens
         self._include_stop = body.include_stop_str_in_output
         self._parser = answer_parser(body, tokenizer, prompt.request.prompt)
         self._detokenizer = tokenizer.detokenizer(
@@ -228,10 +228,12 @@ class RequestOutput:
         """Yield the text of one choice. Close its token stream when a stop string ends the choice."""
         prompt, is_complete = choice.prompt, False
         async for delta in stream:
-            await prompt.take_logprobs(delta, is_first_sample=choice.index % prompt.request.n == 0)
-            # A retry may also find tokens of the answer in the cache.
-            cached = min(delta.cached_tokens, len(prompt.request.prompt))
-            prompt.cached_tokens = max(prompt.cached_tokens, cached)
+            is_first_sample = choice.index % prompt.request.n == 0
+            await prompt.take_logprobs(delta, is_first_sample=is_first_sample)
+            if is_first_sample:  # the others find the prompt in the cache because the first has computed it
+                # A retry may also find tokens of the answer in the cache.
+                cached = min(delta.cached_tokens, len(prompt.request.prompt))
+                prompt.cached_tokens = max(prompt.cached_tokens, cached)
             added = choice.process(delta)
             if added.tokens:
                 self._metrics.tokens(choice.timings, len(added.tokens), time.monotonic())

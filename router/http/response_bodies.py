@@ -45,7 +45,7 @@ from router.http.messages import (
     check_url,
     tag_of,
 )
-from router.http.structured import JsonSchema, ResponseFormat
+from router.http.structured import JsonSchema, ResponseFormat, SchemaName
 from shared.errors import RequestError
 
 INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -229,7 +229,7 @@ class TextFormat(BaseModel):
 
     model_config = Strict
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: SchemaName | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None

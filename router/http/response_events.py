@@ -13,6 +13,7 @@ from router.http.response_bodies import ResponsesBody
 from router.http.responses import chat_logprobs
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parser import AnswerPart, call_id
+from shared.rpc.messages import Logprobs
 
 Event = dict[str, Any]
 
@@ -31,6 +32,7 @@ class ResponseEvents:
         self._num_prompt = num_prompt
         self._num_generated = self._num_reasoning = self._num_calls = 0
         self._item: dict[str, Any] | None = None  # the item that is being extended
+        self._pending: list[Logprobs] = []  # logprobs of tokens whose text may be held back
         self.response: dict[str, Any] = {
             "id": response_id,
             "object": "response",
@@ -72,11 +74,12 @@ class ResponseEvents:
         """Return the events for a delta. `cached_tokens` is the length of the cached prefix of the prompt."""
         events: list[Event] = []
         parts = delta.all_parts()
+        self._pending += delta.logprobs
         self._num_generated += len(delta.tokens)
         thoughts, others = (sum(len(p.text) for p in parts if (p.kind == "reasoning") is so) for so in (True, False))
         self._num_reasoning += round(len(delta.tokens) * thoughts / max(1, thoughts + others))
         for part in parts:
-            events += self._part(part, delta)
+            events += self._part(part)
         if delta.finish is not None:
             if not self.response["output"]:
                 events += self._open("message")
@@ -122,7 +125,7 @@ class ResponseEvents:
 
     # ---- items ---------------------------------------------------------------------------------------------------
 
-    def _part(self, part: AnswerPart, delta: TextDelta) -> list[Event]:
+    def _part(self, part: AnswerPart) -> list[Event]:
         kind = {"content": "message", "reasoning": "reasoning"}.get(part.kind, "function_call")
         events: list[Event] = []
         if part.kind == "call" or self._item is None or self._item["type"] != kind:
@@ -130,12 +133,11 @@ class ResponseEvents:
         assert self._item is not None
         match part.kind:
             case "content":
-                logprobs = self._logprobs(delta)
+                logprobs = self._take_logprobs()
                 content = self._item["content"][0]
                 content["text"] += part.text
                 content["logprobs"] += logprobs
                 events.append(self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=logprobs))
-                delta.logprobs = []  # if a delta has several texts, only the first one gets the logprobs
             case "reasoning":
                 self._item["content"][0]["text"] += part.text
                 events.append(self._of_item("reasoning_text.delta", content_index=0, delta=part.text))
@@ -144,10 +146,10 @@ class ResponseEvents:
                 events.append(self._of_item("function_call_arguments.delta", delta=part.text))
         return events
 
-    def _logprobs(self, delta: TextDelta) -> list[dict[str, Any]]:
-        if not self._body.has_logprobs:
-            return []
-        return chat_logprobs(self._tokenizer, delta.logprobs, self._body.top_logprobs or 0)
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        """Return the logprobs of the tokens since the last call. The text of some of them may have been held back."""
+        pending, self._pending = self._pending, []
+        return chat_logprobs(self._tokenizer, pending, self._body.top_logprobs or 0) if self._body.has_logprobs else []
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         assert self._item is not None
@@ -188,6 +190,8 @@ class ResponseEvents:
             return []
         events: list[Event] = []
         item["status"] = status
+        if item["type"] == "message":
+            item["content"][0]["logprobs"] += self._take_logprobs()
         if item["type"] == "function_call":
             fields = {"name": item["name"], "arguments": item["arguments"]}
             events.append(self._of_item("function_call_arguments.done", **fields))

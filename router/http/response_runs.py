@@ -155,7 +155,7 @@ class ResponseRuns:
         replay, num_read, deadline = Replay(self._models, stored), 0, time.monotonic() + STORE_PATIENCE_S
         events = replay.events.start()
         while not replay.events.is_complete:
-            news = self._news.setdefault(stored.id, asyncio.Event())
+            news = self._news.setdefault(stored.id, asyncio.Event()) if stored.id in self._tasks else asyncio.Event()
             try:
                 found = await self.store.read(stored.id, num_read)
                 is_deleted = not found and await self.store.get(stored.id) is None
@@ -206,8 +206,9 @@ class ResponseRuns:
             async with generation.deltas(output) as deltas:
                 async for choice, text in deltas:
                     delta = TokenDelta(name, choice.num_tokens - len(text.tokens), pack_ids(text.tokens))
-                    # The log does not record that a stop string ended the response, because replays find it again.
-                    delta.finish = "" if isinstance(text.stop_reason, str) else text.finish or ""
+                    # The log does not record that a stop string ended the response. A replay finds the string again,
+                    # perhaps only in the text that it holds back until the end.
+                    delta.finish = "length" if isinstance(text.stop_reason, str) else text.finish or ""
                     delta.logprobs, delta.cached_tokens = text.logprobs, choice.prompt.cached_tokens
                     delta.version = list(request.version)
                     if not await self._append(run, position, delta, ends=text.finish is not None):

@@ -11,6 +11,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from secrets import token_hex
 
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -19,7 +20,7 @@ from router.dispatch.requests import GenerationRequest
 from router.http.asgi import SCOPE_KEY, STREAM_HEADERS, ResponseWriter, described
 from router.http.bodies import Body, ChatBody
 from router.http.generation import GenerationService
-from router.http.messages import images_of_parameter
+from router.http.messages import images_of_parameter, object_in
 from router.http.response_bodies import Item, ResponsesBody, items_of, items_to_json
 from router.http.response_events import ResponseEvents, items_with_ids
 from router.http.response_runs import ResponseRuns, body_of
@@ -229,7 +230,16 @@ class ResponsesApi:
         if response["status"] not in ("completed", "incomplete"):
             text = f"The previous response has the status {response['status']}; it must be completed or incomplete."
             raise RequestError(text, "previous_response_id", "invalid_value")
-        answer = ResponsesBody.model_validate({"input": response["output"]}).items
+        # The arguments of a call may have been cut, or may be invalid JSON. Chat templates require an object.
+        output = [
+            item | {"arguments": "{}"} if object_in(item.get("arguments") or "{}") is None else item
+            for item in response["output"]
+        ]
+        try:
+            answer = ResponsesBody.model_validate({"input": output}).items
+        except ValidationError:
+            text = "The previous response has an item that cannot be part of a request."
+            raise RequestError(text, "previous_response_id", "invalid_value") from None
         return [*items_of(stored.context), *body_of(stored).items, *answer]
 
 

@@ -60,11 +60,14 @@ class Constraint:
             raise RequestError(f"`{self.param}`: {text}{where}.", self.param, "invalid_grammar") from None
 
 
+SchemaName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
 class JsonSchema(BaseModel):
     """The schema of an answer. It is enforced whether or not `strict` is set."""
 
     model_config = Strict
-    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: SchemaName
     description: str | None = None
     schema_: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.text.child_process import ChildProcess, limit_process, questions, reply
@@ -113,6 +116,12 @@ class ChatTemplate:
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue001"  # random, so that no client can forge or remove it
         marked = [self._marked(message, mark) for message in messages]
+        end, space = f"\ue002{secrets.token_hex(8)}\ue003", ""
+        if continue_final_message:
+            if not isinstance(content := marked[-1]["content"], str):
+                raise RequestError("A final message with images cannot be continued.", "continue_final_message")
+            space = content[len(content.rstrip()) :]  # templates may remove it
+            marked[-1]["content"] = content.rstrip() + end + space
         own = {key: self._marked(value, mark) for key, value in (arguments or {}).items()}
         given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "documents": None}
         given["tools"] = [self._marked(tool, mark) for tool in tools] or None
@@ -124,14 +133,10 @@ class ChatTemplate:
             raise RequestError("The chat template cannot render this conversation.", "messages")
         text = answer["text"]
         if continue_final_message:  # remove the text that the template adds after the message
-            end = marked[-1]["content"]
-            if not isinstance(end, str):
-                raise RequestError("A final message with images cannot be continued.", "continue_final_message")
-            end = end.strip()
-            at = text.rfind(end)
-            if at < 0:
-                raise RequestError("The chat template changes the final message; it cannot be continued.", "messages")
-            text = text[: at + len(end)]
+            text, found, after = text.rpartition(end)
+            if not found:
+                raise RequestError("The chat template omits the final message; it cannot be continued.", "messages")
+            text = text.replace(end, "") + (space if after.startswith(space) else "")
         parts = text.split(mark)
         return "".join(parts), list(accumulate(len(part) for part in parts[:-1]))
 
@@ -147,6 +152,16 @@ class ChatTemplate:
 # The rest of this module runs in the child process.
 
 
+class GenerationBlock(Extension):
+    """Accepts `{% generation %}`, with which templates mark the assistant's tokens for training."""
+
+    tags = {"generation"}  # noqa: RUF012 - as in Jinja
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class TemplateRefusedError(Exception):
     """The template called `raise_exception`."""
 
@@ -157,7 +172,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 def _compile(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own filter escapes HTML
     environment.globals |= {

@@ -23,11 +23,11 @@ def read_model(directory: Path, name: str, max_model_len: int, created: int) -> 
 
 
 def _stop_ids(directory: Path, config: dict[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the stop tokens of generation_config.json or, if it has none, of config.json."""
+    """Return the stop tokens of generation_config.json and of config.json. After fine-tuning for chat, only one of the
+    files may have the token that ends a turn."""
     generation = directory / "generation_config.json"
-    found = read_object(generation).get("eos_token_id") if generation.exists() else None
-    ids = found if found is not None else config.get("eos_token_id")
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    found = [read_object(generation).get("eos_token_id") if generation.exists() else None, config.get("eos_token_id")]
+    ids = [each for some in found if some is not None for each in (some if isinstance(some, list) else [some])]
     if not all(type(identity) is int and 0 <= identity < vocab_size for identity in ids):
         raise ConfigError(f"{directory}: eos_token_id must be a token id below {vocab_size}, or a list of such ids")
     return frozenset(ids)

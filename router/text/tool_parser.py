@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from router.text.tool_syntax import HARMONY_BODY, HARMONY_ENDS, HARMONY_HEADS, AnswerSyntax, ToolSyntax, XmlTags
 
@@ -505,13 +505,17 @@ def _as_object(text: str) -> str:
     return "{}" if value is None else value if isinstance(value, str) and value.startswith("{") else text
 
 
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _typed(text: str, schema: object) -> str:
     """Convert a parameter that a model wrote as plain text to JSON of the type that the schema requires."""
     types = types_of(schema)
     if types == {"string"}:
         return dump(text)
     try:
-        value = json.loads(LITERALS.get(text.strip(), text))
+        value = json.loads(LITERALS.get(text.strip(), text), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return dump(text)
     is_allowed = not types or any(isinstance(value, KINDS[kind]) for kind in types)
@@ -531,15 +535,20 @@ def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
     return dict(schema) if isinstance(schema, Mapping) else {}
 
 
+def _listed(value: object) -> list[Any]:
+    """Return the value of a keyword as a list. Clients' schemas are not checked, so it may be anything."""
+    return value if isinstance(value, list) else [value] if isinstance(value, str) else []
+
+
 def types_of(schema: object) -> set[str]:
     """Return the JSON types that a schema allows, or an empty set if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return set()
-    given = schema.get("type", [])
-    found = {kind for kind in ([given] if isinstance(given, str) else given) if kind in KINDS}
-    for entry in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+    kinds, first, second, values = (_listed(schema.get(name)) for name in ("type", "anyOf", "oneOf", "enum"))
+    found = {kind for kind in kinds if isinstance(kind, str) and kind in KINDS}
+    for entry in (*first, *second):
         found |= types_of(entry)
-    if not found and all(isinstance(value, str) for value in schema.get("enum") or (0,)):
+    if not found and values and all(isinstance(value, str) for value in values):
         found = {"string"}
     return found
 

@@ -112,6 +112,7 @@ ANSWERS = [
     Recorded("qwen3_coder", "<function=get_weather>\n<parameter=city>\n5\n</parameter>\n<parameter=days>\nmany\n</parameter>\n</function>",
              calls=[("get_weather", {"city": "5", "days": "many"})]),
     Recorded("qwen3_coder", "<tool_call>\n<function=ping>\n<parameter=new>\n[1]\n</parameter>\n</function></tool_call> done", "done", calls=[("ping", {"new": [1]})]),
+    Recorded("qwen3_coder", "<tool_call>\n<function=ping>\n<parameter=new>\nNaN\n</parameter>\n</function></tool_call>", calls=[("ping", {"new": "NaN"})]),
     Recorded("qwen3_coder", "see <function=\n and\n<tool_call> x", "see <function=\n and\n<tool_call> x"),
     # MiniMax M2
     Recorded(

@@ -51,7 +51,8 @@ class ScriptedAnswers:
             if not finish and position + len(tokens) >= len(row):
                 finish = "length"
             delta = TokenDelta(f"{request.id}.{index}.0", position, pack_ids(tokens), finish=finish)
-            delta.cached_tokens = 0 if position else owner.cached_tokens
+            # Another sample finds the prompt that the first sample has computed.
+            delta.cached_tokens = 0 if position else len(request.prompt) if index else owner.cached_tokens
             if request.sampling.logprobs is not None:
                 delta.logprobs = [scored(token) for token in tokens]
             if request.sampling.prompt_logprobs is not None and index == position == 0:

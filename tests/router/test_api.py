@@ -53,6 +53,8 @@ async def test_a_completion_is_answered_whole(client, dispatcher, byte_level):
         {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     ]
     tokens = len(byte_level.encode(TEXT)) + 1
+    two = await client.post("/v1/completions", json={"model": "tiny", "prompt": "abc", "n": 2})
+    assert two.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert answer["usage"] == {
         "prompt_tokens": len(byte_level.encode("abc")),
         "completion_tokens": tokens,

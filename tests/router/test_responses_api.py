@@ -73,11 +73,13 @@ async def test_a_conversation_continues_with_the_items_of_the_answer(client, her
 
 
 async def test_logprobs_come_with_the_text(client, hermes):
-    openai_client, _ = await client(hermes, "abc abc")
+    """Text is held back until characters are complete, and while the answer may end with its trailing spaces."""
+    openai_client, _ = await client(hermes, "abc\n\n😀 abc  c")
     include = ["message.output_text.logprobs"]
     response = await openai_client.responses.create(model="tiny", input="x", include=include, top_logprobs=2)
     logprobs = response.output[0].content[0].logprobs
-    assert "".join(entry.token for entry in logprobs).startswith("abc abc")
+    assert len(logprobs) == response.usage.output_tokens
+    assert bytes(byte for entry in logprobs for byte in entry.bytes).decode().startswith("abc\n\n😀 abc  c")
     assert [len(entry.top_logprobs) for entry in logprobs] == [2] * len(logprobs)
 
 
@@ -127,6 +129,7 @@ BAD = [
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format.name"),
     ({"truncation": "auto"}, "truncation"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 5000}, "max_output_tokens"),

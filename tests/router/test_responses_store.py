@@ -15,16 +15,19 @@ import redis
 from router.http.auth import ApiKeys
 from router.nodes.connection import ModelVersion
 from router.responses_store import CANCELLED, MAX_BYTES, MemoryStore, RedisStore, ResponsesStore, StoredResponse
+from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from shared.errors import UnavailableError
 from shared.lifecycle import wait_until
 from shared.rpc.messages import TokenDelta
 from tests.cluster.harness import RedisServer, wait_for
-from tests.router.answering import ANSWER, SAID, Connect, connecting, hermes_tokenizer
+from tests.router.answering import ANSWER, FUNCTION, SAID, Connect, connecting, hermes_tokenizer
+from tests.router.conftest import CHATML, byte_fallback_tokenizer
 
 MakeStore = Callable[[], ResponsesStore]
 WAIT_S = 60.0
 HELLO = {"model": "tiny", "input": "Hello?"}
+TOOL = {"type": "function", **FUNCTION}
 
 
 def answers(client: redis.Redis) -> bool:
@@ -94,6 +97,41 @@ async def test_a_stored_response_can_be_read_continued_and_deleted(client, herme
     unstored = await own.responses.create(**HELLO, store=False)
     with pytest.raises(openai.NotFoundError):
         await own.responses.retrieve(unstored.id)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "get_weather", "arguments": {"city": "Par',
+        '{"name": "get_weather", "arguments": {"city": Paris}}</tool_call>',
+    ],
+)
+async def test_a_conversation_continues_after_a_call_without_valid_arguments(client, hermes, call):
+    own, dispatcher = await client(hermes, f"<tool_call>\n{call}", responses_store=MemoryStore())
+    first = await own.responses.create(
+        **HELLO, tools=[TOOL], max_output_tokens=len(hermes.encode(f"<tool_call>\n{call}"))
+    )
+    output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "invalid"}
+    await own.responses.create(model="tiny", input=[output], tools=[TOOL], previous_response_id=first.id)
+    prompt = hermes.decode(dispatcher.answers[-1].request.prompt, skip_special_tokens=False)
+    assert '"arguments": {}' in prompt
+
+
+@pytest.mark.parametrize(
+    ("answer", "fields"),
+    [
+        ("ab😀", {"stop": ["😀"]}),
+        ('["x","STOP","y"]', {"stop": ["STOP"], "ignore_eos": True, "structured_outputs": {"regex": ".*"}}),
+    ],
+)
+async def test_a_stop_string_ends_a_stored_response(client, answer, fields):
+    """The tokenizer holds the bytes of a character back until the next token. A grammar does not disable the stop."""
+    tokenizer = Tokenizer(byte_fallback_tokenizer(), {}, ChatTemplate(CHATML, {}, []))
+    own, _ = await client(tokenizer, answer, responses_store=MemoryStore())
+    async with asyncio.timeout(WAIT_S):
+        response = await own.responses.create(**HELLO, extra_body=fields)
+    assert response.output_text.strip() == answer[: answer.index(fields["stop"][0])]
+    assert (await own.responses.retrieve(response.id)).output_text == response.output_text
 
 
 async def test_a_stream_resumes_after_any_event(client, hermes, make_store):

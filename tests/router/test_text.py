@@ -7,6 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
@@ -150,6 +151,16 @@ def test_a_final_message_can_be_continued(byte_level):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Once u "}]
     ids = byte_level.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert byte_level.decode(ids).endswith("assistant\nOnce u")
+
+
+@pytest.mark.parametrize("content", ["<", "i", "|", "", "Once u ", "assistant\n"])
+def test_a_continued_message_may_resemble_the_template(byte_level, content):
+    source = "{% generation %}{% for each in messages %}<|im_start|>{{ each.role }}\n{{ each.content }}<|im_end|>\n{% endfor %}{% endgeneration %}"
+    template = ChatTemplate(source, {}, ["<|im_start|>", "<|im_end|>"])
+    prompt, _ = template.render(
+        [{"role": "assistant", "content": content}], add_generation_prompt=False, continue_final_message=True
+    )
+    assert prompt == f"<|im_start|>assistant\n{content}"
 
 
 def test_a_beginning_token_that_the_config_requires_is_added_once(fallback):

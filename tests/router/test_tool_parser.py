@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.tool_parser import AnswerParser, AnswerPart, call_id
+from router.text.tool_parser import AnswerParser, AnswerPart, call_id, types_of
 from router.text.tool_syntax import REASONING, TOOLS, AnswerSyntax, find_syntax
 from shared.errors import ConfigError
 from tests.router import recorded_answers
@@ -120,6 +120,13 @@ def test_text_without_markers_is_not_held_back():
 def test_calls_beyond_the_maximum_are_dropped():
     recorded = next(each for each in ANSWERS if len(each.calls) == 2)
     assert [name for name, _ in calls_of(parts_of(recorded, [recorded.text], max_calls=1))] == [recorded.calls[0][0]]
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": None}, {"type": [{}]}, {"enum": 5}, {"anyOf": 5}, {"oneOf": {}}, {"enum": []}]
+)
+def test_a_schema_with_invalid_keywords_restricts_nothing(schema):
+    assert types_of(schema) == set()
 
 
 def test_without_tools_calls_are_content():

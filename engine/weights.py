@@ -196,6 +196,22 @@ class Checkpoint:
         with _open(self._files[name]) as file:
             return str(file.get_slice(self._stored[name]).get_dtype())
 
+    def has(self, prefix: str, suffix: str) -> bool:
+        """Return whether there is a tensor whose name begins and ends with these texts, and that was not taken."""
+        return any(name.startswith(prefix) and name.endswith(suffix) for name in self._files)
+
+    def is_copy(self, name: str, other: str) -> bool:
+        """Return whether a tensor is missing or equal to another one."""
+        if name not in self._files:
+            return True
+        if other not in self._files or self.dtype_of(name) != self.dtype_of(other):
+            return False
+        both = []
+        for each in (name, other):
+            with _open(self._files[each], "pt") as file:
+                both.append(file.get_tensor(self._stored[each]))
+        return bool(both[0].equal(both[1]))
+
     def shape_of(self, name: str) -> list[int]:
         """Return the tensor's shape. Raises ValueError if it is missing."""
         if name not in self._files:

@@ -27,6 +27,10 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, []),
     "megatron_config": (None,),
+    "alora_invocation_tokens": (None, []),
+    "layer_replication": (None, []),
+    # Other initializations, such as "pissa", also change the weights of the base model.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -66,16 +70,18 @@ def read_lora(directory: Path, max_rank: int) -> dict[str, LowRank]:
     """
     config, file = _read_config(directory), directory / WEIGHTS
     parts: dict[str, dict[str, Tensor]] = {}
+    stored: dict[str, str] = {}
     try:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is not a mapping
-                module, suffix = _module_of(name, file)
+                module, stored_name, suffix = _module_of(name, file)
+                stored[module] = stored_name
                 parts.setdefault(module, {})[suffix] = opened.get_tensor(name).float()
     except SafetensorError as error:
         raise ValueError(f"{file}: {error}") from None
     if not parts:
         raise ValueError(f"{file}: has no tensors")
-    return {module: _low_rank(module, pair, config, file, max_rank) for module, pair in parts.items()}
+    return {module: _low_rank(stored[module], pair, config, file, max_rank) for module, pair in parts.items()}
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -91,12 +97,13 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _module_of(name: str, file: Path) -> tuple[str, str]:
+def _module_of(name: str, file: Path) -> tuple[str, str, str]:
+    """Return the name of a tensor's module, the name that the file gives this module, and the tensor's suffix."""
     suffix = next((each for each in SUFFIXES if name.endswith(each)), "")
-    module = text_name(name.removeprefix(PREFIX).removesuffix(suffix))
-    if not suffix or not module:
+    stored = name.removeprefix(PREFIX).removesuffix(suffix)
+    if not suffix or not text_name(stored):
         raise ValueError(f"{file}: tensor {name[:120]} is not a low-rank update of a module of the text model")
-    return module, suffix
+    return text_name(stored), stored, suffix
 
 
 def _low_rank(
@@ -115,12 +122,16 @@ def _low_rank(
 
 
 def _scale(module: str, rank: int, config: Mapping[str, Any], file: Path) -> float:
-    """Return the factor of the update: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters."""
-    alpha: Any = config.get("lora_alpha")
-    for ending, value in (config.get("alpha_pattern") or {}).items():
+    """Return the factor of the update: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters.
+
+    As in peft, the first key of `alpha_pattern` that is an end of the module's name determines alpha.
+    """
+    patterns: dict[str, Any] = config.get("alpha_pattern") or {}
+    for ending in patterns:
         if not re.fullmatch(r"[\w.]+", ending, re.ASCII):
             raise ValueError(f"{file.parent / CONFIG}: alpha_pattern has {ending!r:.60}: only names are served")
-        alpha = value if f".{module}".endswith(f".{ending}") else alpha
+    matching = (value for ending, value in patterns.items() if f".{module}".endswith(f".{ending}"))
+    alpha: Any = next(matching, config.get("lora_alpha"))
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ValueError(f"{file.parent / CONFIG}: lora_alpha is {alpha!r:.60}: it must be a number")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -34,9 +34,8 @@ from engine.models.spec import (
     SsmSpec,
     unit_sizes,
 )
-from engine.models.weight_map import LLAMA, WeightMap
+from engine.models.weight_map import LLAMA, ExpertNames, WeightMap
 from engine.weights import GGUF, Checkpoint, weight_files
-from shared.model_files import is_multimodal, read_object
 
 Take = Callable[..., Tensor]  # called once per tensor, with its name and shape
 
@@ -55,12 +54,13 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
         source.finish()
         return model
     scheme, checkpoint = read_scheme(path), Checkpoint(path, device)
-    if config.tie_word_embeddings and is_multimodal(read_object(path / "config.json")):
+    if config.tie_word_embeddings and not checkpoint.is_copy("lm_head.weight", "model.embed_tokens.weight"):
         # Some configs state that the head is tied to the embedding (transformers' default), although a head is stored.
-        config = replace(config, tie_word_embeddings=checkpoint.dtype_of("lm_head.weight") is None)
+        config = replace(config, tie_word_embeddings=False)
     if checkpoint.is_headless and not config.tie_word_embeddings:  # the head is required, but its logits are not used
         config = replace(config, tie_word_embeddings=True, has_head=False)
     reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
+    names = _stored_names(names, checkpoint, "model.layers.")
     model = assemble(checkpoint.take, config, dtype, linear or Plain(dtype), names, reader)
     # Some files also contain a copy of a tied matrix, or rotary frequencies from old versions of transformers.
     copies = ("lm_head.weight",) if config.tie_word_embeddings else ()
@@ -69,6 +69,14 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     unused = (f"model.layers.{index}." for index in drafter)
     checkpoint.finish(copies, suffixes, (*unused, *names.unused))
     return model
+
+
+def _stored_names(names: WeightMap, checkpoint: Checkpoint, prefix: str) -> WeightMap:
+    """Return the names of the tensors, some of which depend on the checkpoint. Checkpoints of one family (such as
+    Qwen3.5) store the experts of a layer as one tensor or separately."""
+    if names.experts.each != ExpertNames().each or not checkpoint.has(prefix, ".mlp.experts.gate_up_proj"):
+        return names
+    return replace(names, experts=replace(names.experts, each="mlp.experts", gate_up=("gate_up_proj",), fused=True))
 
 
 def load_mtp(path: Path, model: Decoder, linear: LinearFormat | None = None) -> HeadDecoder:
@@ -81,15 +89,17 @@ def load_mtp(path: Path, model: Decoder, linear: LinearFormat | None = None) -> 
         raise ValueError(f"{path}: {model.config.architecture} has no MTP layer")
     scheme, checkpoint = read_scheme(path), Checkpoint(path, model.device)
     reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
-    return assemble_mtp(checkpoint.take, model, linear or Plain(model.dtype), names, reader)
+    weights = _stored_names(FAMILIES[model.config.architecture].weights, checkpoint, names.layer)
+    return assemble_mtp(checkpoint.take, model, linear or Plain(model.dtype), names, weights, reader)
 
 
 def assemble_mtp(
-    take: Take, model: Decoder, linear: LinearFormat, names: MtpNames, reader: QuantizedReader | None = None
-) -> HeadDecoder:
-    """Build an MTP layer from the tensors that `take` returns."""
+    take: Take, model: Decoder, linear: LinearFormat, names: MtpNames, weights: WeightMap | None = None,
+    reader: QuantizedReader | None = None,
+) -> HeadDecoder:  # fmt: skip
+    """Build an MTP layer from the tensors that `take` returns. `weights` are by default the names of the family."""
+    weights = weights or FAMILIES[model.config.architecture].weights
     config = model.config
-    weights = FAMILIES[config.architecture].weights
     loader = _Loader(take, replace(config, layers=(mtp_layer(config),)), model.dtype, linear, weights, reader)
     pair = PairWeights(
         loader.norm(names.embedding_norm, config.hidden_size),

@@ -109,6 +109,29 @@ def test_a_head_of_its_own_in_a_model_that_claims_to_have_none(tmp_path: Path) -
     assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
 
 
+def test_a_head_of_its_own_in_a_text_model_that_claims_to_have_none(tmp_path: Path) -> None:
+    """As in transformers 5, the tensors decide: the head is tied to the embedding only if the two are equal."""
+    reference_model = save(CONFIGS["llama"], tmp_path)
+    change_config(tmp_path, tie_word_embeddings=True)
+    assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
+
+
+def test_experts_that_the_checkpoint_stores_in_one_tensor(tmp_path: Path) -> None:
+    """transformers stores the experts of Qwen3.5 separately. Published checkpoints have one tensor for each layer."""
+    reference_model = save(CONFIGS["qwen3.5 moe"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    for layer in {name.split(".experts.")[0] for name in stored if ".experts." in name}:
+        parts = {each: [] for each in ("gate_proj", "up_proj", "down_proj")}  # type: ignore[var-annotated]
+        for number in range(sum(name.startswith(f"{layer}.experts.") for name in stored) // 3):
+            for each, tensors in parts.items():
+                tensors.append(stored.pop(f"{layer}.experts.{number}.{each}.weight"))
+        gate, up, down = (torch.stack(tensors) for tensors in parts.values())
+        stored |= {f"{layer}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{layer}.experts.down_proj": down}
+    save_file(stored, file, {"format": "pt"})
+    assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 4e-4
+
+
 def test_a_config_that_transformers_4_wrote_for_qwen2_5_vl(tmp_path: Path) -> None:
     """In such a config, the text decoder has no section of its own, and the rotary embedding has a special type."""
     reference_model = save(MULTIMODAL["qwen2.5 vl"], tmp_path)

@@ -128,6 +128,7 @@ def directory(tmp_path: Path) -> Path:
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.type is 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": []}, r"rope_scaling is \[\]: it must be an object"),
+        ({"rope_parameters": {"rope_theta": 9.0}, "rope_scaling": {"type": "yarn"}}, "it differs from rope_parameters"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.low_freq_factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
@@ -257,6 +258,7 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
     config = read_model_config(tmp_path)
     assert (config.eos_token_ids, config.bos_token_id) == ((2, 3, 7), 1)
+    assert read_model(tmp_path, "m", 0, 0).eos_ids == {2, 3, 7}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 99}')
     with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id is 99"):
         read_model_config(tmp_path)

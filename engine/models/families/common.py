@@ -101,6 +101,21 @@ def windowed(attention: AttentionSpec, kinds: Sequence[str], window: int) -> lis
     return [replace(attention, window=window) if kind == SLIDING else attention for kind in kinds]
 
 
+def rope_values(keys: ConfigReader) -> ConfigReader:
+    """Return `rope_parameters` (written by transformers 5) or `rope_scaling` (older versions).
+
+    Raises ValueError if the config has both and they differ, because the user may have added `rope_scaling`.
+    """
+    parameters, scaling = keys.values.get("rope_parameters"), keys.values.get("rope_scaling")
+    if isinstance(parameters, dict) and isinstance(scaling, dict):
+        of_full = parameters.get("full_attention", parameters)
+        if not isinstance(of_full, dict) or not scaling.items() <= of_full.items():
+            keys.refuse(
+                "rope_scaling", "it differs from rope_parameters; change rope_parameters and remove rope_scaling"
+            )
+    return keys.nested("rope_scaling" if parameters is None else "rope_parameters")
+
+
 def rope(
     keys: ConfigReader, head_dim: int, default_theta: float = 10_000.0, default_share: float | None = None
 ) -> Rope:
@@ -109,8 +124,7 @@ def rope(
     If `default_share` is None, the family rotates whole heads. Otherwise, this share of a head's dimensions rotates
     by default.
     """
-    name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
-    given = keys.nested(name)
+    given = rope_values(keys)
     share = given.positive("partial_rotary_factor", keys.positive("partial_rotary_factor", default_share or 1.0))
     dims = int(head_dim * share)
     if share != 1 and (default_share is None or share > 1 or dims % 2 or dims == 0):

@@ -100,7 +100,7 @@ def _proportional(keys: ConfigReader, given: ConfigReader, head_dim: int) -> Rop
 
 def _ropes(keys: ConfigReader, head_dim: int) -> dict[str, Rope]:
     """Return the rotary embedding of each kind of layer. Transformers 4 wrote the embeddings under other keys."""
-    given = keys.nested("rope_parameters")
+    given = common.rope_values(keys)
     if SLIDING not in given.values and FULL not in given.values:
         full = common.rope(keys, head_dim, default_theta=1_000_000.0)
         return {FULL: full, SLIDING: Rope(keys.positive("rope_local_base_freq", 10_000.0))}

@@ -70,8 +70,7 @@ def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_d
         if size % 2:
             keys.refuse(key, "it must be even")
     nope_dim = keys.size("qk_nope_head_dim", nope_dim)
-    name = "rope_parameters" if keys.values.get("rope_parameters") is not None else "rope_scaling"
-    given = keys.nested(name)
+    given = common.rope_values(keys)
     theta = given.positive("rope_theta", keys.positive("rope_theta", 10_000.0))
     spec = LatentSpec(
         keys.size("num_attention_heads"), keys.size("q_lora_rank", q_rank) if has_rank else 0, kv_rank, nope_dim,

@@ -50,18 +50,20 @@ def load_models(settings: RouterSettings) -> list[ModelFiles]:
     """Read the files of all models, the first of which is --model. Raises ConfigError, OSError or ValueError."""
     parsers = settings.tool_call_parser, settings.reasoning_parser
     name = served_name(settings.model, settings.served_model_name)
-    models = [_read_files(name, settings.model, settings.max_model_len, parsers)]
+    models = [_read_files(name, settings.model, settings.max_model_len, parsers, settings.generation_config)]
     for text in settings.more_models:
         name, _, directory = text.partition("=")
         if name == models[0].card.name:
             raise ConfigError(f"--more-models {text}: --model has this name too; see --served-model-name")
-        models.append(_read_files(name, directory, 0, ("auto", "auto")))
+        models.append(_read_files(name, directory, 0, ("auto", "auto"), settings.generation_config))
     return models
 
 
-def _read_files(name: str, model: str, max_model_len: int, parsers: tuple[str, str]) -> ModelFiles:
+def _read_files(
+    name: str, model: str, max_model_len: int, parsers: tuple[str, str], generation_config: str
+) -> ModelFiles:
     directory = resolve(model)
-    card = read_model(directory, name, max_model_len, int(time.time()))
+    card = read_model(directory, name, max_model_len, int(time.time()), generation_config)
     card = replace(card, pooling=read_pooling(directory, card.vocab_size))
     return ModelFiles(card, Tokenizer.load(directory, card.vocab_size, *parsers), read_image_rules(directory))
 

@@ -1,8 +1,8 @@
 """The interface between the HTTP handlers and the dispatcher. It deals with token ids only, not with text or HTTP."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from router.nodes.connection import ANY_VERSION, ModelVersion
@@ -40,6 +40,8 @@ class ModelCard:
     eos_ids: frozenset[int]
     created: int = 0  # Unix time in seconds, for /v1/models
     pooling: PoolingRule = PoolingRule(refusal="This model is neither an embedding model nor a reranker.")
+    # Values of sampling parameters that a request omits.
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

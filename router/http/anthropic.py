@@ -383,7 +383,8 @@ class AnthropicApi:
         """Handle POST /v1/messages."""
         assert isinstance(body, MessagesBody)
         message_id = f"msg_{token_hex(16)}"
-        fields = {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")}
+        same = {"max_tokens", "stream", "temperature", "top_k", "top_p"} & body.model_fields_set
+        fields = {name: getattr(body, name) for name in same}
         with named_parameters():
             chat = validated(ChatBody, body.chat_fields() | fields | {"stop": body.stop_sequences})
             (request,) = await self.generation.requests(chat, message_id, reply)

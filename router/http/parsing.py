@@ -51,7 +51,7 @@ async def build_requests(
     """Return one request for each prompt. Raises RequestError if a token id is not in the vocabulary, if the tokens do
     not fit the model's context, or if `grammars` refuses the grammar of the answers."""
     check_ids(body.stop_token_ids, model, "stop_token_ids")
-    sampling = _sampling(body)
+    sampling = _sampling(body, model)
     check_ids(list(sampling.logit_bias), model, "logit_bias")
     if body.allowed_token_ids is not None:
         check_ids(body.allowed_token_ids, model, "allowed_token_ids")
@@ -237,9 +237,10 @@ def _too_long(num_tokens: str, model: ModelCard, param: str) -> RequestError:
     )
 
 
-def _sampling(body: CompletionBody | ChatBody) -> SamplingParams:
+def _sampling(body: CompletionBody | ChatBody, model: ModelCard) -> SamplingParams:
     """Return the sampling parameters. If the client gave no seed, choose one here, so that a retry on another node
     continues with the same tokens."""
+    body = body.model_copy(update={key: model.sampling[key] for key in model.sampling.keys() - body.model_fields_set})
     prompt_logprobs = body.prompt_logprobs
     if isinstance(body, CompletionBody) and body.echo and prompt_logprobs is None:
         prompt_logprobs = body.logprobs

@@ -20,8 +20,8 @@ from shared.errors import ConfigError
 S = TypeVar("S", bound=Settings)
 
 PANELS = {  # the groups of --help and their settings; --help omits a setting that is in no group
-    "Model": "model served_model_name more_models max_model_len dtype weight_dtype quantization model_impl "
-    "lora_modules max_lora_rank limit_mm_per_prompt max_image_pixels max_images_size",
+    "Model": "model served_model_name generation_config more_models max_model_len dtype weight_dtype quantization "
+    "model_impl lora_modules max_lora_rank limit_mm_per_prompt max_image_pixels max_images_size",
     "Computation": "device devices gpu_memory_utilization attention_backend threads cpus emulate",
     "KV cache": "kv_cache_memory kv_cache_dtype num_blocks block_size kv_channel kv_directory "
     "kv_host kv_port reserve_timeout_s push_timeout_s",

@@ -308,6 +308,11 @@ class ServingSettings(CommonSettings):
     )
     registry_host: HostOrNone = setting("", "Address that nodes join at.", "the same as --host")
     registry_port: Port = setting(8001, "Port that nodes join at; 0: any free port.")
+    generation_config: Literal["auto", "vllm"] = setting(
+        "auto",
+        "Values of sampling parameters that a request omits: auto: those in the model's generation_config.json; vllm: "
+        "the defaults of the API.",
+    )
     more_models: ModelDirectories = setting(
         (),
         "Further models that the router serves, as NAME=DIRECTORY,NAME=DIRECTORY. Each name is the "

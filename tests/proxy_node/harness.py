@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from proxy_node import client
 from proxy_node.client import EngineClient
 from proxy_node.node import ProxyNode
 from proxy_node.vllm import VllmEngine
@@ -19,6 +20,7 @@ from tests.proxy_node.vllm_stub import NUM_BLOCKS, VOCABULARY, VllmStub
 PROMPT = [5, 6, 7]
 INFO = NodeInfo("decode-0", "i" * 32, "decode", "127.0.0.1:1", "stub", "f", 16, 1, NUM_BLOCKS, 8192, 64)
 WAIT_S = 60.0
+client.CONNECT_S = WAIT_S  # on a busy machine, connecting may take seconds
 
 
 class Unannounced(Announcer):

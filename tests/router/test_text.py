@@ -1,4 +1,6 @@
 import json
+import shutil
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,10 +9,13 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.http.bodies import CompletionBody, parse_body
+from router.http.parsing import build_requests
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings
+from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
-from shared.errors import RequestError
+from shared.errors import ConfigError, RequestError
 from tests.router.conftest import byte_level_tokenizer
 
 SETTINGS = settings(max_examples=120)
@@ -249,3 +254,22 @@ def test_a_real_model_encodes_as_its_own_files_say():
     assert tokenizer.encode("Once upon a time") == [1, 403, 407, 261, 378]
     assert tokenizer.encode_chat([{"role": "user", "content": "Once upon"}])[:3] == [1, 403, 407]
     assert tokenizer.decode([1, 403, 407]) == "Once upon"
+
+
+@pytest.mark.parametrize("mode", ["auto", "vllm"])
+async def test_a_request_without_sampling_parameters_gets_those_of_the_model(tmp_path, byte_level, mode):
+    for file in ("config.json", "tokenizer.json"):
+        shutil.copy(STORIES / file, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "top_p": 0.95}')
+    model = read_model(tmp_path, "m", 0, 0, mode)
+
+    async def sampling_of(**fields):
+        body = parse_body(CompletionBody, json.dumps({"prompt": [3], **fields}).encode(), ["m"])
+        (request,) = await build_requests(body, model, byte_level, "r")
+        return request.sampling.temperature, request.sampling.top_k, request.sampling.top_p
+
+    assert await sampling_of(top_k=None) == ((0.6, 20, 0.95) if mode == "auto" else (1.0, 0, 1.0))
+    assert await sampling_of(temperature=1, top_k=0, top_p=1) == (1.0, 0, 1.0)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 3}')
+    with nullcontext() if mode == "vllm" else pytest.raises(ConfigError, match="temperature is 3"):
+        read_model(tmp_path, "m", 0, 0, mode)

@@ -141,7 +141,7 @@ def openapi(queries: Mapping[str, Mapping[str, Any]]) -> Schema:
     for path, (body, answer, other) in POSTS.items():
         operation = {"requestBody": {"required": True, "content": _json(_reference(body.__name__))}}
         paths[path] = {"post": operation | _responses(answer, other)}
-    queries = {"/ready": {"role": {"enum": ["prefill", "decode"]}}, **queries}
+    queries = {"/ready": {"role": {"enum": ["prefill", "decode"]}, "model": {"type": "string"}}, **queries}
     for path, answer in (dict.fromkeys(queries, ANY) | GETS).items():
         names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
         text = {"type": "string", "minLength": 1}

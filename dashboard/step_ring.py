@@ -182,7 +182,7 @@ def interference_ns(step: StepRecord, model: CostModel | None) -> int:
     """
     if step.prefill_tokens == 0 or (model is None and step.num_decodes):
         return 0
-    alone = StepWork(num_decodes=step.num_decodes, decode_context=step.decode_context)
+    alone = StepWork(num_decodes=step.num_decodes, decode_context=step.decode_context, draft_tokens=step.draft_tokens)
     alone_s = min(model.seconds(alone), MAX_NUMBER) if model is not None and step.num_decodes else 0.0
     return max(0, (step.duration_us + step.host_us) * 1000 - round(alone_s * 1e9))
 

@@ -74,7 +74,7 @@ def describe(
         fingerprint=components.fingerprint,
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
-        num_blocks=1 + geometry.capacity(layout.num_blocks, settings.max_num_batched_tokens, components.max_model_len),
+        num_blocks=1 + geometry.capacity(layout.num_blocks, budget.ceiling, components.max_model_len),
         max_model_len=components.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         version=package_version(),

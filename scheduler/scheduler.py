@@ -623,7 +623,11 @@ class Scheduler:
         for blocks in range(longest, 0, -1):
             if geometry.state_rows and self.pool.find((states, names[blocks - 1])) is None:
                 continue
-            if rows_found := self._prefix_rows(request, blocks):
+            rows_found = self._prefix_rows(request, blocks)
+            # When it starts, the request holds the prefix in addition to what it needs. A prefix that would not fit is
+            # shortened; otherwise the request could never start.
+            num_rows = self._rows_needed(request, blocks) + sum(bool(row) for rows in rows_found for row in rows)
+            if rows_found and num_rows <= self.pool.total:
                 request.junction = longest * self.block_tokens if blocks < longest else 0
                 return blocks, rows_found
         request.junction = longest * self.block_tokens

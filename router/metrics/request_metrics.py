@@ -128,7 +128,7 @@ class SlidingCounts:
         self._slice_s = slice_s
         self._num_slices = round(WINDOW_S / slice_s)
         self._number, self._current = -1, Counter[Any]()  # the current slice
-        self._slices: deque[tuple[int, Counter[Any]]] = deque(maxlen=self._num_slices)
+        self._slices: deque[tuple[int, Counter[Any]]] = deque(maxlen=self._num_slices + 1)
 
     def add(self, key: Hashable, times: int = 1) -> None:
         number = int(self._clock() / self._slice_s)

@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -26,6 +26,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 
 log = logging.getLogger("baton.fleet")
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
+MAX_LEFT = 1024
 MAX_DETECTORS = 1024  # when there are this many detectors, those of nodes without recent failures are removed
 # A group, its prefill nodes that may be chosen, and its decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
@@ -82,6 +83,7 @@ class NodePool:
         self._notifying: asyncio.TimerHandle | None = None  # timer that will report a change to `on_capacity`
         self._ramps_until = 0.0  # the latest `ramp_until` of all connections
         self._handoffs_before = {"handoffs": 0, "blocks_moved": 0, "bytes_moved": 0}  # totals of nodes that left
+        self._left: dict[str, dict[str, int]] = {}  # the totals of the last MAX_LEFT incarnations that left
 
     # ---- the nodes ----------------------------------------------------------------------------------------------
 
@@ -160,6 +162,7 @@ class NodePool:
             self.router, info, self._timeout_s, self.connection_changed, self._observer, self._wants_records
         )
         self.connections[info.id] = connection
+        self._count_left(self._left.pop(info.incarnation_id, {}), -1)  # it returns, and counts from its own start
         self.has_met_nodes = True
         self._read_adapters(info)
         self.journal.joined(connection)
@@ -179,11 +182,18 @@ class NodePool:
         connection = self.connections.pop(name)
         connection.is_listed = False
         self.journal.dropped(name)
-        for total in self._handoffs_before:
-            self._handoffs_before[total] += int(getattr(connection.stats, total))
+        left = {total: int(getattr(connection.stats, total)) for total in self._handoffs_before}
+        self._count_left(left, 1)
+        self._left[connection.info.incarnation_id] = left
+        if len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
         run = self._runs.pop(name)
         if run is not asyncio.current_task():
             run.cancel()
+
+    def _count_left(self, totals: Mapping[str, int], sign: int) -> None:
+        for total, value in totals.items():
+            self._handoffs_before[total] += sign * value
 
     def notify(self) -> None:
         """Invalidate the cached lists after a change of a node, and wake the tasks that wait for a change.

@@ -13,10 +13,11 @@ from dashboard.chrome_trace import trace_events
 from dashboard.history import HistoryLimits, RequestHistory
 from dashboard.metrics import RecordMetrics
 from dashboard.routes import Dashboard
-from dashboard.step_ring import MEMBERS_BYTES, StepRing, members_of
+from dashboard.step_ring import MEMBERS_BYTES, StepRing, interference_ns, members_of
 from dashboard.trace import union
 from router.metrics.node_metrics import MetricSource
 from router.nodes.load import node_status
+from scheduler.cost import CostModel, StepWork
 from shared.clock import now_ns
 from shared.errors import UnavailableError
 from shared.rpc.codec import decode, encode
@@ -79,6 +80,15 @@ def test_interference_is_the_time_that_prompts_add_to_steps(has_model: bool, exp
     assert phases["interference"] == pytest.approx(expected_ms)
     assert phases["decode"] == pytest.approx(30 - expected_ms)
     assert sum(phases.values()) == pytest.approx(66)
+
+
+def test_guesses_are_no_interference() -> None:
+    cost = CostModel(overhead=0.005, per_token=0.001)
+    work = StepWork(num_prefills=1, prefill_tokens=4, num_decodes=8, decode_context=800, draft_tokens=40)
+    step = StepRecord(
+        1, 1, round(cost.seconds(work) * 1e6), 0, 0, 0, "", 1, 4, 0, 8, 800, 8, 0, 0, 0, b"", draft_tokens=40
+    )
+    assert interference_ns(step, cost) == 4_000_000
 
 
 def test_a_colocated_request_has_no_transfer_and_no_decode_queue() -> None:

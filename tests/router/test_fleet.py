@@ -353,6 +353,24 @@ async def test_a_new_incarnation_replaces_the_old_one_and_its_requests_are_lost(
         assert here.fleet.status()["handoffs"] == 3, "its handoffs are still counted"
 
 
+async def test_the_handoffs_of_a_node_that_returns_are_counted_once() -> None:
+    async with stage("d0", timeout_s=0.3) as here:
+        info, node = here.listing.nodes["d0"], here.nodes["d0"]
+        node.stats = NodeStats(handoffs=3)
+        for _ in range(2):
+            assert await wait_until(lambda: here.fleet.status()["handoffs"] == 3, 5.0)
+            node.is_silent = True
+            here.listing.unlist("d0")
+            assert await wait_until(lambda: not here.fleet.nodes(), 5.0)
+            assert here.fleet.status()["handoffs"] == 3
+            node.is_silent = False
+            here.listing.put(info)
+            await here.alive("d0")
+        assert await wait_until(lambda: here.fleet.status()["handoffs"] == 3, 5.0)
+        await asyncio.sleep(0.1)
+        assert here.fleet.status()["handoffs"] == 3
+
+
 async def test_an_unlisted_node_stays_until_its_stream_ends() -> None:
     async with stage("p0 d0") as here:
         listener = Recorder()

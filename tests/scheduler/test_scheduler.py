@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.cost import CostModel
-from scheduler.geometry import Group
+from scheduler.geometry import Geometry, Group
 from scheduler.policy import POLICIES, Policy
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler, StepLimits
@@ -172,6 +172,21 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     scheduler.add(request("r", list(range(30)), 10))
     with pytest.raises(ValueError, match="already exists on this node"):
         scheduler.add(request("r", [1], 1))
+
+
+@pytest.mark.parametrize("other", [Group("state", rows=4), Group("window", size=64)])
+@pytest.mark.parametrize("num_spare", range(6))
+def test_a_cached_prefix_never_keeps_a_request_from_starting(other: Group, num_spare: int) -> None:
+    """A request holds the prefix from which it starts in addition to the rows of its own states and windows."""
+    groups = (Group("full"), other)
+    num_rows = Geometry(16, groups).rows_for(320, 64) + num_spare
+    scheduler = Scheduler(StepLimits(64), 1 + num_rows, 16, groups=groups)
+    for name, count in (("first", 160), ("longer", 319)):
+        scheduler.add(done := request(name, list(range(count)), 1))
+        for _ in range(9):
+            step = scheduler.schedule()
+            scheduler.update(step, [[7] if slice_.samples else [] for slice_ in step.slices])
+        assert done.finish == "length"
 
 
 def test_a_request_that_sends_kv_holds_its_blocks_until_it_is_released() -> None:

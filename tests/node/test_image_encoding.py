@@ -57,10 +57,10 @@ def features_of(image: Media) -> ImageFeatures:
 class Peer:
     """A node that encodes images, and answers `ENCODE` calls with the function `serve`."""
 
-    def __init__(self) -> None:
+    def __init__(self, call_s: float) -> None:
         self.encoder, self.tasks = CountingEncoder(), TaskGroup()
         self.state: Any = type("State", (), {"info": INFO})
-        self.encoding = ImageEncoding(self.state, self.encoder, self.tasks, call_s=1.0)
+        self.encoding = ImageEncoding(self.state, self.encoder, self.tasks, call_s)
         self.serve: Callable[[EncodeRequest], Any] = self.encoding.serve
         self.address = ""
 
@@ -91,9 +91,9 @@ class Peer:
 
 
 @asynccontextmanager
-async def peers(count: int) -> AsyncIterator[list[Peer]]:
+async def peers(count: int, call_s: float = 60) -> AsyncIterator[list[Peer]]:
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(Peer().running()) for _ in range(count)]
+        yield [await stack.enter_async_context(Peer(call_s).running()) for _ in range(count)]
 
 
 @pytest.mark.parametrize("part_bytes", [image_encoding.PART_BYTES, 1000], ids=["one part", "many parts"])
@@ -140,7 +140,7 @@ async def refusing(_: EncodeRequest) -> EncodeReply:
 
 @pytest.mark.parametrize("serve", [unexpected, frozen, short, without_deep, wide, refusing])
 async def test_a_node_encodes_an_image_itself_if_the_other_node_fails(serve: Any) -> None:
-    async with peers(2) as (bad, node):
+    async with peers(2, call_s=1 if serve is frozen else 60) as (bad, node):
         bad.serve = serve
         await node.get(replace(IMAGE, encoder=bad.address))
         assert node.encoder.num_encoded == 1

@@ -25,10 +25,12 @@ def bottleneck(status: Status) -> str:
     """Return the first finding that applies to a /v1/status document. If none applies, describe the cluster's load.
     Nodes lost in the last minutes are also named, even if a new process has replaced them."""
     since_ms = (status.get("router") or {}).get("time_ms", 0) - RECENT_MS
-    is_lost = {node["id"]: node.get("state") == "lost" for node in status.get("nodes") or []}
-    lost = {node for node, lost in is_lost.items() if lost}
-    lost |= {one["node"] for one in status.get("events") or [] if one["kind"] == "lost" and one["time_ms"] >= since_ms}
-    names = [node if is_lost.get(node, True) else f"{node} (is back)" for node in sorted(lost)]
+    states = {node["id"]: node.get("state") for node in status.get("nodes") or []}
+    times = [(node["id"], node.get("since_ms")) for node in status.get("nodes") or [] if states[node["id"]] == "lost"]
+    times += [(event["node"], event["time_ms"]) for event in status.get("events") or [] if event["kind"] == "lost"]
+    lost = {node for node, time_ms in times if time_ms is not None and time_ms >= since_ms}
+    is_back = states.keys() - {node for node, state in states.items() if state in {"lost", "left"}}
+    names = [f"{node} (is back)" if node in is_back else node for node in sorted(lost)]
     return _finding(status) + (f" Lost in the last 10 minutes: {', '.join(names)}." if names else "")
 
 

@@ -183,6 +183,7 @@ class RequestHistory(RouterObserver):
             self._make_room()
         trace.num_prompt += num_prompt
         trace.num_samples += num_samples
+        trace.samples_per_prompt = num_samples
         trace.ended_ns = None  # reset, because all samples of an earlier prompt of the request may have ended
         self._change(trace)
 
@@ -207,7 +208,7 @@ class RequestHistory(RouterObserver):
         trace = self._trace(attempt)
         if trace is not None:
             before_ns = trace.output_ns if trace.num_samples == 1 else 0
-            now_ns, num_before = self._now(), trace.num_generated
+            now_ns, num_before = self._now(), trace.num_tokens(attempt)
             placed = AttemptSpan(attempt, prefill, decode, reason, now_ns, local_s, remote_s, num_before, before_ns)
             trace.attempts[attempt] = placed
             self._change(trace)

@@ -22,6 +22,7 @@ of the garbage collector would otherwise delay tokens.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
@@ -75,7 +76,7 @@ class AttemptSpan:
     placed_ns: int
     local_s: float = 0.0
     remote_s: float = 0.0
-    num_before: int = 0  # tokens of the request that were sent before this attempt
+    num_before: int = 0  # tokens of the sample that were sent before this attempt
     before_ns: int = 0  # when the last token before this attempt arrived; 0 if unknown
     _events: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -215,6 +216,8 @@ class RequestTrace:
     traceparent: str = ""
     num_generated: int = 0
     num_first_sample: int = 0  # number of tokens of sample 0 that were sent
+    samples_per_prompt: int = 1
+    num_of_sample: Counter[int] = field(default_factory=Counter)  # tokens by sample, if the request has several
     first_ns: int | None = None
     second_ns: int | None = None
     last_ns: int | None = None
@@ -232,6 +235,8 @@ class RequestTrace:
     def output(self, sample: int, num_tokens: int, now_ns: int) -> None:
         self.num_generated += num_tokens
         self.last_ns = now_ns
+        if self.num_samples > 1:
+            self.num_of_sample[sample] += num_tokens
         if sample == 0:
             if now_ns - self.output_ns > self.longest_gap_ns and self.first_ns is not None:
                 self.longest_gap_ns = now_ns - self.output_ns
@@ -241,6 +246,15 @@ class RequestTrace:
                 self.first_ns = now_ns
             if self.second_ns is None and self.num_first_sample > 1:
                 self.second_ns = now_ns
+
+    def num_tokens(self, attempt: str) -> int:
+        """Return the number of tokens that were sent of the sample of `attempt`, which is named
+        `{request}-{prompt}.{sample}.{number}`."""
+        if self.num_samples <= 1:
+            return self.num_generated
+        generation, sample, _ = attempt.rsplit(".", 2)
+        prompt = int(generation.removeprefix(f"{self.id}-")) if generation != self.id else 0
+        return self.num_of_sample[prompt * self.samples_per_prompt + int(sample)]
 
     def ended(self, how: str, now_ns: int, error: Exception | None = None) -> None:
         self.num_ended += 1
@@ -325,7 +339,8 @@ class RequestTrace:
         following: dict[str, tuple[int | None, int, int]] = {}
         for attempt in reversed(list(self.attempts.values())):
             sample = attempt.id.rpartition(".")[0]
-            until_ns, num_generated, last_ns = following.get(sample, (self.ended_ns, self.num_generated, 0))
+            num_sent = self.num_tokens(attempt.id)
+            until_ns, num_generated, last_ns = following.get(sample, (self.ended_ns, num_sent, 0))
             num_tokens = num_generated - attempt.num_before
             spans += attempt.spans(rings, num_tokens, last_ns if last_ns and num_tokens else until_ns)
             following[sample] = attempt.placed_ns, attempt.num_before, attempt.before_ns

@@ -32,14 +32,20 @@ export class Lanes {
     this.skew = Math.max(this.skew - FORGET_MS, newest - Date.now());
   }
 
-  /* Loads, once per lane, the steps from before the page was opened. */
+  /* Loads, once per lane and connection, the steps from before the connection. */
   async fill(id) {
     const lane = this.laneOf(id);
     if (lane.isFilled) return;
     lane.isFilled = true;
     const answer = await get(`v1/steps?node=${encodeURIComponent(id)}&limit=${HISTORY}`), first = lane.passes[0]?.[0];
+    lane.isFilled = answer !== null;
     const before = (answer?.steps ?? []).filter((row) => first === undefined || row[START] < first);
     lane.passes.unshift(...before.map(passOf));
+  }
+
+  /* Drops all steps after a reconnect, because those of the time without a connection are missing. */
+  reload() {
+    for (const lane of this.lanes.values()) Object.assign(lane, { passes: [], isFilled: false });
   }
 
   /* Keeps one lane for each of the ids, in their order. */

@@ -86,8 +86,9 @@ export function showTotals(place, totals) {
 
 /* Shows the events, newest first. */
 export function showEvents(place, events = []) {
-  if (place.dataset.newest === String(events.at(-1)?.number)) return;
-  place.dataset.newest = events.at(-1)?.number;
+  const newest = JSON.stringify(events.at(-1) ?? null); // the number alone repeats after a restart of the router
+  if (place.dataset.newest === newest) return;
+  place.dataset.newest = newest;
   place.replaceChildren(...events.toReversed().map((event) => make("li", { class: event.kind },
     make("time", {}, clock(new Date(event.time_ms))), event.text)));
   if (!events.length) place.append(make("li", {}, "No events yet."));

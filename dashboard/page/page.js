@@ -16,7 +16,7 @@ const lanes = new Lanes(place("lanes"), place("step"), () => pause(true));
 const latency = new Latency(place("latency"));
 const requests = new Requests(place("requests"));
 const transfers = new Transfers(place("transfers"), place("in-flight"));
-let paused = false, model = "", heard = new Date();
+let paused = false, model = "", summary = "Waiting for the router.", heard = new Date();
 
 const handlers = { status: showStatus, requests: showRequests };
 
@@ -28,26 +28,45 @@ listen("events", (kind, data) => {
   if (place("link").dataset.state === state) return;
   document.body.dataset.link = place("link").dataset.state = state;
   say(place("link"), state === "live" ? "live" : "router gone, trying again");
-  lanes.freeze(paused || state === "gone");
-  if (state === "live") loadRequests();
-  else {
-    say(place("summary"), `The router has not answered since ${clock(heard)}. The data below is older.`);
-    document.title = "Baton · router gone";
+  freezeLanes();
+  if (state === "live") {
+    lanes.reload();
+    transfers.moving.clear();
+    loadRequests();
   }
+  showSummary();
 });
 
+const isRouterGone = () => place("link").dataset.state === "gone";
+
+/* Loads the latest requests. Removes requests under way that the router does not know, because it has restarted. */
 async function loadRequests(isAsked = false) {
+  const moving = requests.moving();
   const answer = await get("v1/requests?limit=100");
-  if (answer && (isAsked || !paused)) showRequests(answer);
+  if (!answer || (paused && !isAsked)) return;
+  const listed = new Set(answer.requests.map((one) => one.id)), unknown = moving.filter((id) => !listed.has(id));
+  requests.forget(unknown);
+  transfers.forget(unknown);
+  showRequests({ requests: answer.requests.filter((one) => !requests.hasEnded(one)) });
+}
+
+function showSummary() {
+  const gone = `The router has not answered since ${clock(heard)}. The data below is older.`;
+  sayWithCode(place("summary"), isRouterGone() ? gone : summary);
+  document.title = isRouterGone() ? "Baton · router gone" : `Baton${model && ` · ${model}`}`;
+}
+
+function freezeLanes() {
+  lanes.freeze(paused || isRouterGone());
 }
 
 function showStatus(status) {
   const { version, started_ms: started, max_model_len: length } = status.router ?? {};
   model = status.model;
-  sayWithCode(place("summary"), status.summary ?? "");
+  summary = status.summary ?? "";
+  showSummary();
   say(place("model"), [model, length && `up to ${number(length)} tokens`, status.mode, version && `Baton ${version}`,
     started && `up ${span(Date.now() - started)}`].filter(Boolean).join(" · "));
-  document.title = `Baton · ${model}`;
   showTotals(place("totals"), status.totals);
   showEvents(place("events"), status.events);
   showNodes(place("nodes"), status.nodes);
@@ -65,7 +84,7 @@ function showRequests({ requests: changed }) {
 
 function pause(on) {
   paused = on;
-  lanes.freeze(on);
+  freezeLanes();
   place("pause").setAttribute("aria-pressed", String(on));
   say(place("pause"), on ? "Resume" : "Pause");
   if (!on) loadRequests();

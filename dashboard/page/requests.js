@@ -40,6 +40,26 @@ export class Requests {
     keepNewest(this.rows, SHOWN);
   }
 
+  /* Whether the table knows that this request has ended, although the summary, which is older, does not. */
+  hasEnded(one) {
+    const known = this.rows.get(one.id)?.one;
+    return known && !isMoving(known) && isMoving(one) && one.generated_tokens <= known.generated_tokens;
+  }
+
+  /* The ids of the requests under way. */
+  moving() {
+    return [...this.rows.values()].filter((row) => isMoving(row.one)).map((row) => row.one.id);
+  }
+
+  /* Removes requests that the router no longer knows. */
+  forget(ids) {
+    for (const row of ids.map((id) => this.rows.get(id)).filter(Boolean)) {
+      this.close(row);
+      row.root.remove();
+      this.rows.delete(row.one.id);
+    }
+  }
+
   newRow(one) {
     const button = make("button", { type: "button", "aria-expanded": "false", title: one.id }, shortened(one.id));
     const cells = CELLS.map(([name]) => make("td", { class: name }));

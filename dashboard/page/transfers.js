@@ -20,18 +20,28 @@ const CELLS = [
 
 export class Transfers {
   constructor(table, note) {
-    Object.assign(this, { body: table.tBodies[0], note, rows: new Map() });
+    Object.assign(this, { body: table.tBodies[0], note, rows: new Map(), moving: new Set() });
   }
 
   add(summaries) {
     for (const one of summaries) if (one.transfer) this.put(one);
     keepNewest(this.rows, SHOWN);
-    const moving = [...this.rows.values()].filter((row) => isMoving(row.one)).length;
-    say(this.note, this.rows.size ? `${moving || "None"} in flight. The latest are listed.`
+    say(this.note, this.rows.size ? `${this.moving.size || "None"} in flight. The latest are listed.`
       : "Nothing has been handed over yet.");
   }
 
+  /* Removes requests that the router no longer knows. */
+  forget(ids) {
+    for (const id of ids) {
+      this.moving.delete(id);
+      this.rows.get(id)?.root.remove();
+      this.rows.delete(id);
+    }
+  }
+
   put(one) {
+    if (isMoving(one)) this.moving.add(one.id);
+    else this.moving.delete(one.id);
     let row = this.rows.get(one.id);
     if (!row) {
       if (isOlder(this.rows, SHOWN, one)) return;

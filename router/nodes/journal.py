@@ -43,7 +43,8 @@ class NodePresence:
         each = self.connection
         status = node_status(each.info, each.stats, each.is_alive)
         state = status["state"] if each.is_alive and self.state != "lost" else self.state
-        return status | {"state": state, "since_ms": self.since_ns // 10**6, "reason": self.reason}
+        since_ms = self.since_ns // 10**6 if self.was_alive else None
+        return status | {"state": state, "since_ms": since_ms, "reason": self.reason}
 
 
 class NodeJournal:

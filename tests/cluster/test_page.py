@@ -242,6 +242,8 @@ def test_a_paused_page_stays_as_it_is_and_shows_that_the_router_is_gone(opened: 
     assert "grayscale" in page.evaluate("getComputedStyle(document.getElementById('totals')).filter")
     feed[0].is_gone = False
     page.wait_for_selector("#link[data-state=live]")
+    assert "has not answered" not in page.inner_text("#summary")
+    assert page.title() == "Baton · stories"
     number = len(feed[0].requests)
     wait_for(lambda: len(feed[0].requests) > number + 1, "more requests")
     assert page.locator("#requests tbody tr").count() == rows
@@ -249,6 +251,29 @@ def test_a_paused_page_stays_as_it_is_and_shows_that_the_router_is_gone(opened: 
     page.click("#pause")
     wait_for(lambda: page.locator("#requests tbody tr").count() > rows, "more rows")
     wait_for(lambda: page.locator("#link").inner_text() == "live", "live again")
+    opened.allow_refusals()
+
+
+def test_the_page_follows_a_router_that_restarts(opened: Pages, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    page.wait_for_selector("#requests tbody tr:nth-child(2)")
+    wait_for(lambda: page.locator("#requests td[data-state=transfer]").count() > 0, "a request under way")
+    feed[0].is_gone = True
+    page.wait_for_selector("text=router gone, trying again")
+    earlier = feed[0].requests.copy()
+    feed[0].requests.clear()
+    feed[0].began_ms = time.time() * 1e3
+    feed[0].is_gone = False
+    page.wait_for_selector("#link[data-state=live]")
+    wait_for(lambda: len(feed[0].requests) > 1, "new requests")
+    under_way = page.locator("#requests tr", has=page.locator("td[data-state=transfer]")).locator("button")
+    titles = "each => each.map(one => one.title)"
+    wait_for(lambda: not earlier.keys() & set(under_way.evaluate_all(titles)), "the old requests are removed")
+    count = sum(one["state"] == "transfer" for one in feed[0].requests.values())
+    assert page.inner_text("#in-flight").startswith(("None", *(str(n) for n in range(1, count + 3))))
+    newest = max(event["time_ms"] for event in feed[0].node_events())
+    shown = "time => new Date(time).toLocaleTimeString([], {hourCycle: 'h23'})"
+    wait_for(lambda: page.locator("#events time").first.inner_text() == page.evaluate(shown, newest), "new events")
     opened.allow_refusals()
 
 

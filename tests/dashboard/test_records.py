@@ -427,6 +427,25 @@ def test_the_summary_shows_the_nodes_of_the_first_sample() -> None:
     assert (summary["prefill"], summary["decode"]) == (None, "decode-1")
 
 
+def test_the_timeline_counts_the_tokens_of_each_sample_and_prompt() -> None:
+    records = RequestHistory()
+    attempts = ["cmpl-a-0.0.0", "cmpl-a-0.1.0", "cmpl-a-1.0.0", "cmpl-a-1.1.0"]
+    for _ in range(2):
+        records.accepted("cmpl-a", 4, 2)
+    for sample, (attempt, count) in enumerate(zip(attempts, (10, 30, 7, 4), strict=True)):
+        records.placed(attempt, None, "d", "r")
+        events = [RequestEvent(attempt, kind, 1, serial=sample) for kind in ("queued", "admitted", "first")]
+        records.node_updated(info("d"), NodeUpdate(events=events))
+        records.output("cmpl-a", sample, count)
+    records.placed("cmpl-a-0.1.1", None, "d", "r")  # continues after 30 tokens
+    records.node_updated(info("d"), NodeUpdate(events=[RequestEvent("cmpl-a-0.1.1", kind, 2, serial=9)
+                                                       for kind in ("queued", "admitted", "first")]))  # fmt: skip
+    records.output("cmpl-a", 1, 6)
+    (trace,) = records.traces()
+    decoded = sorted(span["tokens"] for span in trace.spans(records.rings().get) if span["kind"] == "decode")
+    assert decoded == sorted([10 - 1, 30 - 1, 7 - 1, 4 - 1, 6 - 1])
+
+
 def test_repeated_step_numbers_do_not_accumulate_members() -> None:
     records, node = RequestHistory(), info("d")
     slices = pack_ids(list(range(3 * 4096)))

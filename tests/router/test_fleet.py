@@ -629,6 +629,7 @@ def test_a_lost_node_that_comes_back_replaces_its_row_and_one_that_never_connect
     world = JournalWorld()
     first = world.join()
     assert world.rows() == [("d0", "lost", "The router has not connected to it yet.")]
+    assert world.journal.rows()[0]["since_ms"] is None
     world.drop(first)
     assert world.rows() == []
     again = world.join()

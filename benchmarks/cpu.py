@@ -22,13 +22,13 @@ from typing import Any
 from benchmarks.models import CACHE, SHAPES, checkpoint
 from benchmarks.process import ROOT, PeerFailedError, PeerProcess
 from benchmarks.result import (
+    MACHINE,
     RESULTS,
     Cell,
     Result,
     Table,
     command,
     in_turn,
-    machine,
     median,
     parser,
     ratio,
@@ -207,7 +207,7 @@ def agreement(workers: WorkerPool) -> float | None:
 
 def measure(group: str, workers: WorkerPool, repeats: int) -> dict[str, Any]:
     """Measure one group of rows and return its entry in the results file."""
-    load = machine()["load_before"]
+    load = round(os.getloadavg()[0], 2)
     is_speed = group in SPEEDS
     runs = measure_speeds(SPEEDS[group], workers, repeats) if is_speed else measure_memory(workers, repeats)
     return {
@@ -313,6 +313,6 @@ def _result(name: str, shape: str, groups: dict[str, dict[str, Any]]) -> Result:
 
 def _kept(out: Path) -> dict[str, dict[str, Any]]:
     """Return the groups of rows of an earlier run on this machine. A table must not mix the results of two machines."""
-    before: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"runs": {}, "machine": machine()}
-    same = all(before["machine"][key] == machine()[key] for key in ("processor", "cores"))
+    before: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"runs": {}, "machine": MACHINE}
+    same = all(before["machine"][key] == MACHINE[key] for key in ("processor", "cores"))
     return {group: found for group, found in before["runs"].items() if same and group in ARMS}

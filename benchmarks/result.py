@@ -67,7 +67,7 @@ class Result:
         self.tables = [table if isinstance(table, Table) else Table(**table) for table in self.tables]
         self.command = self.command or command(self.name)
         self.date = self.date or date.today().isoformat()
-        self.machine = self.machine or machine()
+        self.machine = self.machine or dict(MACHINE)
         self.versions = {"python": platform.python_version()} | (self.versions or versions("torch", "numpy", "numba"))
 
     def finish(self, out: Path | None = None) -> None:
@@ -85,8 +85,9 @@ class Result:
     def section(self) -> str:
         """Return the text for the page: a description, the tables, and the command that repeats the benchmark."""
         where = [f"{self.machine['processor']}, {self.machine['cores']} cores, {self.machine['instructions']}"]
-        load = f"load average {shown(self.machine['load_before'])} before"
-        where += [load, *map(" ".join, self.versions.items()), self.date]
+        where += [f"load average {shown(self.machine[f'load_{when}'])} {when}" for when in ("before", "after")
+                  if f"load_{when}" in self.machine]  # fmt: skip
+        where += [*map(" ".join, self.versions.items()), self.date]
         tables = "\n".join(table.markdown() for table in self.tables)
         return f"{self.what}\n\n{tables}\n`{self.command}`: {', '.join(where)}.\n"
 
@@ -127,6 +128,9 @@ def machine() -> dict[str, Cell]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+MACHINE = machine()  # before a benchmark changes its affinity or causes load
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from benchmarks.models import CACHE, SHAPES, TOKENIZER, checkpoint
 from benchmarks.peers.baton import BUDGET_TOKENS, Stopwatch
 from benchmarks.process import ROOT
-from benchmarks.result import RESULTS, Cell, Result, Table, in_turn, median, parser, ratio
+from benchmarks.result import MACHINE, RESULTS, Cell, Result, Table, in_turn, median, parser, ratio
 from engine.components import build
 from engine.engine import Engine
 from engine.options import BuildOptions
@@ -202,15 +202,19 @@ def main() -> None:
     columns = ["tokens/s", "with guesses", "without", "with / without", "goal", "", "guesses that were right"]
     modes = ["guesses that were right", "disaggregated", "", "co-located", ""]
     rows, runs = [row for row, _ in measured], [run for _, run in measured]
-    if flags.rows and (file := flags.out or RESULTS / "speculation.json").exists():  # keep the other rows
-        old = json.loads(file.read_text())
-        rows, shares = (_kept(table["rows"], new) for table, new in zip(old["tables"], (rows, shares), strict=True))
-        runs = [run for run in old["runs"] if run["row"] not in {run["row"] for run in runs}] + runs
-    tables = [Table(f"{flags.model}: prompt lookup", columns, rows), Table("Acceptance in both modes", modes, shares)]
-    command = f"python -m benchmarks speculation --threads {flags.threads} --clock {flags.clock}"
     what = "Speculative decoding by prompt lookup, in turn with and without it; medians of a whole batch."
     if flags.clock == "cpu":
         what += " Seconds are CPU seconds of the process, because the machine was not quiet."
+    title = f"{flags.model}: prompt lookup"
+    if flags.rows and (file := flags.out or RESULTS / "speculation.json").exists():  # keep the other rows
+        old = json.loads(file.read_text())
+        setting = {"processor": old["machine"]["processor"], "what": old["what"], "title": old["tables"][0]["title"]}
+        if setting != {"processor": MACHINE["processor"], "what": what, "title": title}:
+            made.error(f"{file} has rows of another machine, clock or model: give another --out")
+        rows, shares = (_kept(table["rows"], new) for table, new in zip(old["tables"], (rows, shares), strict=True))
+        runs = [run for run in old["runs"] if run["row"] not in {run["row"] for run in runs}] + runs
+    tables = [Table(title, columns, rows), Table("Acceptance in both modes", modes, shares)]
+    command = f"python -m benchmarks speculation --threads {flags.threads} --clock {flags.clock}"
     Result("speculation", what, tables, runs, command=command).finish(flags.out)
 
 

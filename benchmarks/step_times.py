@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.recording import DIRECTORY, RUNS
-from benchmarks.result import Cell, Result, Table, machine, parser
+from benchmarks.result import MACHINE, Cell, Result, Table, parser
 from compare.profiling.grid import slices_of
 from engine.components import build
 from engine.options import BuildOptions
@@ -95,7 +95,7 @@ def main() -> None:
     for slices, us in zip(steps, 1e6 * np.median(runs, axis=0), strict=True):
         work = work_of(slices)
         rows.append([*(getattr(work, name) for name in COLUMNS[:-1]), round(us)])
-    about = {"machine": machine()["processor"], "repeats": given.repeats, "columns": COLUMNS, "steps": rows}
+    about = {"machine": MACHINE["processor"], "repeats": given.repeats, "columns": COLUMNS, "steps": rows}
     FILE.write_text(json.dumps(about, separators=(",", ":")) + "\n")
     what = "Errors of the cost model for every other step of the recordings, to which it was not fitted."
     Result("step_times", what, [held_out()[0]]).finish(given.out)

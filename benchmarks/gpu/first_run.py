@@ -74,12 +74,13 @@ SECTIONS: dict[str, Callable[[GpuScene], GpuSection]] = {
 
 
 class ResultsFile:
-    """The results file, which keeps the sections of earlier runs."""
+    """The results file, which keeps the sections of earlier runs on the same kind of GPU."""
 
     def __init__(self, out: Path, gpu: str) -> None:
         self._out = out
         self._gpu = gpu
-        self._found: dict[str, Any] = json.loads(out.read_text())["runs"] if out.exists() else {}
+        found: dict[str, Any] = json.loads(out.read_text())["runs"] if out.exists() else {}
+        self._found = {name: section for name, section in found.items() if section["gpu"] == gpu}
 
     def add(self, name: str, section: GpuSection, took_s: float) -> None:
         tables = [asdict(table) for table in section.tables]

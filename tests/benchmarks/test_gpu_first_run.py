@@ -97,6 +97,8 @@ def test_a_section_that_fails_leaves_its_traceback_and_the_others(tmp_path: Path
     again = script.ResultsFile(tmp_path / "out.json", "a gpu")
     again.add("model", GpuSection(), 1.0)
     assert json.loads((tmp_path / "out.json").read_text())["runs"].keys() == {"model", "decode"}
+    script.ResultsFile(tmp_path / "out.json", "another gpu").add("decode", GpuSection(), 1.0)
+    assert json.loads((tmp_path / "out.json").read_text())["runs"].keys() == {"decode"}, "sections of two GPUs"
 
 
 def test_a_failed_figure_is_reported() -> None:

@@ -53,7 +53,7 @@ class RequestRules:
     images: ImageSupport | None = None  # None: requests with images are refused
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ActiveRequest:
     """One request in progress. `num_tokens` is the number of tokens that the request had when it was submitted."""
 
@@ -62,6 +62,7 @@ class ActiveRequest:
     num_tokens: int
     abort_handoff: AbortHandoff | None  # a method of the role adapter; None without a handoff
     matcher: "asyncio.Future[TokenMatcher] | None" = None  # done when the request's grammar is compiled
+    encoding: "asyncio.Task[None] | None" = None  # done when the request's images are encoded
 
 
 def _refusal(pooling: str) -> str:
@@ -210,7 +211,7 @@ class ActiveRequests:
         matcher = entry.matcher
 
         def compiled(_: object) -> None:
-            error = matcher.exception()
+            error = None if matcher.cancelled() else matcher.exception()
             if self._entries.get(request.id) is not entry:
                 return  # the request was aborted
             if error is None:
@@ -232,15 +233,17 @@ class ActiveRequests:
             return
 
         def start(images: list[PromptImage]) -> None:
-            if request.id not in self._entries:
+            entry = self._entries.get(request.id)
+            if entry is None:
                 return
             if not images:
                 self._enqueue(request)
                 return
-            encoding.start(images).add_done_callback(lambda done: self.guard(request.id, finish, done))
+            entry.encoding = encoding.start(images)
+            entry.encoding.add_done_callback(lambda done: self.guard(request.id, finish, done))
 
         def finish(done: "asyncio.Task[None]") -> None:
-            if done.cancelled():  # the node is closing
+            if done.cancelled():  # the request was aborted, or the node is closing
                 return
             done.result()
             if request.id in self._entries:
@@ -360,7 +363,12 @@ class ActiveRequests:
         return done
 
     def _pop(self, request_id: str) -> ActiveRequest | None:
+        """Remove a request, and cancel the work for it that has not begun."""
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self.num_tokens -= entry.num_tokens
+            if entry.matcher is not None:
+                entry.matcher.cancel()
+            if entry.encoding is not None:
+                entry.encoding.cancel()
         return entry

@@ -134,12 +134,19 @@ async def wide(_: EncodeRequest) -> EncodeReply:
     return EncodeReply("", 5, [bytes(8 * 5 * WIDTH)] * 2)
 
 
+async def never_ready(_: EncodeRequest) -> EncodeReply:
+    return EncodeReply()
+
+
 async def refusing(_: EncodeRequest) -> EncodeReply:
     return EncodeReply("no more fit")
 
 
-@pytest.mark.parametrize("serve", [unexpected, frozen, short, without_deep, wide, refusing])
-async def test_a_node_encodes_an_image_itself_if_the_other_node_fails(serve: Any) -> None:
+@pytest.mark.parametrize("serve", [unexpected, frozen, short, without_deep, wide, never_ready, refusing])
+async def test_a_node_encodes_an_image_itself_if_the_other_node_fails(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_encoding, "FETCH_S", 0.5)
     async with peers(2, call_s=1 if serve is frozen else 60) as (bad, node):
         bad.serve = serve
         await node.get(replace(IMAGE, encoder=bad.address))
@@ -154,6 +161,27 @@ async def test_a_node_encodes_an_image_itself_if_the_other_node_dies_meanwhile()
         await dying.server.close()
         await waiting
         assert node.encoder.num_encoded == 1
+
+
+async def test_images_of_cancelled_requests_are_neither_encoded_nor_fetched() -> None:
+    images = [replace(IMAGE, digest=bytes([number]) * 16) for number in range(20)]
+    async with peers(2) as (node, other):
+        node.encoder.gate.clear()
+        waiting = [node.encoding.start([PromptImage(image)]) for image in images]
+        fetching = other.encoding.start([PromptImage(replace(IMAGE, encoder=node.address))])
+        assert await wait_until(lambda: node.encoder.has_begun and image_encoding_threads() == 1, 60)
+        await asyncio.sleep(0.1)
+        assert image_encoding_threads() == 1, "images are encoded one after another"
+        for task in (*waiting[:-1], fetching):
+            task.cancel()
+        node.encoder.gate.set()
+        await waiting[-1]
+        assert other.encoder.num_encoded == other.encoding.num_fetched == 0
+        assert node.encoder.num_encoded <= 3, "the image that had begun, the last one, and the one for the other node"
+
+
+def image_encoding_threads() -> int:
+    return sum(thread.name.startswith("vision") for thread in threading.enumerate())
 
 
 async def test_nodes_that_name_each_other_do_not_wait_for_each_other() -> None:

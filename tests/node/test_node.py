@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from engine.media import ImageEncoder, ImageFeatures, ImageSupport
+from engine.token_masks import TokenMatcher
+from node import active_requests
 from node.active_requests import RequestRules
 from node.watchdog import Watched
 from scheduler.role import DECODE
@@ -157,6 +159,29 @@ async def test_grammars_are_compiled_before_the_engine_gets_their_requests(tmp_p
         assert [len(line.tokens(name)) for name in ("bound", "plain")] == [1, 3]
         assert line.errors() == [('the grammar does not compile: at 1(8): unknown name: "foo"', False)]
         assert not any(delta.id == "gone" for delta in line.deltas)
+        await here.empty()
+
+
+async def test_grammars_of_aborted_requests_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer_of().save(str(tmp_path / "tokenizer.json"))
+    compiled, gate = list[str](), threading.Event()
+
+    def compile_slowly(_: GrammarTokenizer, grammar: str) -> TokenMatcher:
+        compiled.append(grammar)
+        gate.wait(60)
+        raise ValueError("no grammar")
+
+    monkeypatch.setattr(active_requests, "TokenMatcher", compile_slowly)
+    here = large_node(rules=RequestRules(VOCABULARY, grammars=GrammarTokenizer(tmp_path, VOCABULARY)))
+    async with attached(here) as line:
+        for number in range(20):
+            line.submit(submission(str(number), grammar=str(number)))
+        assert await wait_until(lambda: bool(compiled) and len(here.node.requests) == 20, 60.0)
+        line.abort(*(str(number) for number in range(19)))
+        assert await wait_until(lambda: len(here.node.requests) == 1, 60.0)
+        gate.set()
+        assert await wait_until(lambda: line.errors() == [("no grammar", False)], 60.0)
+        assert compiled == ["0", "19"]
         await here.empty()
 
 

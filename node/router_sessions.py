@@ -7,7 +7,7 @@ ones are dropped. If it has too many unread deltas, its stream is closed and its
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,9 @@ MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
 RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
-MAX_DELTAS = 1000  # deltas per message; even with 20 logprobs for each delta, a message is far below the size limit
+MAX_DELTAS = 1000  # deltas per message
+# Logprobs per message. With 20 alternatives, a message then has a quarter of the items that the decoder accepts.
+MAX_LOGPROBS_SENT = 4096
 MAX_STEPS = 64  # steps per message; even with 4,096 members for each step, a message is far below the size limit
 MAX_EVENTS = 2000
 MAX_RECORDS = 8192  # maximum number of unsent records of each kind
@@ -63,8 +65,8 @@ class RouterStream:
 
     async def _send_pending(self, stream: Any) -> None:
         deltas, self.deltas = self.deltas, []
-        for first in range(0, len(deltas), MAX_DELTAS):
-            await stream.send_message(NodeUpdate(deltas[first : first + MAX_DELTAS]))
+        for message in _messages(deltas):
+            await stream.send_message(NodeUpdate(message))
         stats, self.stats = self.stats, None
         if stats is not None:
             stats.sent_ns = now_ns()
@@ -81,6 +83,23 @@ class RouterStream:
             return NodeUpdate(events=events)
         steps, self.steps = self.steps[:MAX_STEPS], self.steps[MAX_STEPS:]
         return NodeUpdate(steps=steps)
+
+
+def _messages(deltas: list[TokenDelta]) -> Iterator[list[TokenDelta]]:
+    """Divide deltas into messages that the router accepts. A delta with many prompt logprobs is divided, too."""
+    message, num_logprobs = list[TokenDelta](), 0
+    for delta in deltas:
+        while len(delta.prompt_logprobs) > MAX_LOGPROBS_SENT:
+            yield [TokenDelta(delta.id, delta.position, prompt_logprobs=delta.prompt_logprobs[:MAX_LOGPROBS_SENT])]
+            del delta.prompt_logprobs[:MAX_LOGPROBS_SENT]
+        count = len(delta.logprobs) + len(delta.prompt_logprobs)
+        if message and (len(message) == MAX_DELTAS or num_logprobs + count > MAX_LOGPROBS_SENT):
+            yield message
+            message, num_logprobs = [], 0
+        message.append(delta)
+        num_logprobs += count
+    if message:
+        yield message
 
 
 class RouterSessions:

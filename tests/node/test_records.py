@@ -21,7 +21,9 @@ from scheduler.request import Request, Slice, Step
 from scheduler.role import DECODE
 from scheduler.scheduler import Scheduler, StepLimits, StepOutput
 from shared.lifecycle import wait_until
+from shared.rpc.codec import decode, encode
 from shared.rpc.messages import (
+    Logprobs,
     NodeStats,
     NodeUpdate,
     RequestEvent,
@@ -177,6 +179,24 @@ async def test_a_stream_sends_events_before_the_steps_that_refer_to_them_in_smal
     writer.cancel()
     assert [bool(update.events) for update in line.updates] == [True, False, False]
     assert max(len(update.steps) for update in line.updates) == MAX_STEPS
+
+
+async def test_logprobs_are_divided_into_messages_that_the_router_decodes() -> None:
+    def entries(count: int) -> list[Logprobs]:
+        return [Logprobs(number, -1.0, 1, list(range(20)), [-1.0] * 20) for number in range(count)]
+
+    stream, line = RouterStream(), RouterLine()
+    stream.deltas += [TokenDelta("a", prompt_logprobs=entries(20_000), tokens=b"1234")]
+    stream.deltas += [TokenDelta(str(number), prompt_logprobs=entries(512)) for number in range(40)]
+    stream.wake.set()
+    writer = asyncio.ensure_future(stream.write(line))
+    assert await wait_until(lambda: bool(line.deltas) and line.deltas[-1].id == "39", 60.0)
+    writer.cancel()
+    decoded = [delta for update in line.updates for delta in decode(encode(update), NodeUpdate).deltas]
+    first = [delta for delta in decoded if delta.id == "a"]
+    assert [entry.token for delta in first for entry in delta.prompt_logprobs] == list(range(20_000))
+    assert [delta.tokens for delta in first] == [b""] * (len(first) - 1) + [b"1234"]
+    assert [delta.id for delta in decoded if delta.id != "a"] == [str(number) for number in range(40)]
 
 
 async def test_records_reach_a_router_that_is_sent_tokens_without_pause() -> None:

@@ -33,6 +33,7 @@ from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, unary
 
 log = logging.getLogger("baton.handoff")
 CHECK_LEASES_S = 0.5
+STALL_S = 1.0  # if the event loop was this late, renewals may wait to be read
 MAX_RENEWED = 1 << 14  # maximum reservations in one renewal: far more than fit into any pool
 MAX_CANCELLED = 1 << 12  # maximum requests whose cancellation is remembered
 CORRUPT = "checksums differ"
@@ -255,14 +256,15 @@ class HandoffReceiver(RoleAdapter):
         return reservation is not None
 
     def on_writer_lost(self, writer: str) -> None:
-        if not self._table.of_writer(writer) or self._can_write(writer):
-            return
-        for end in self._table.writer_lost(writer):
-            self._end(end, "the prefill node is gone")
+        for end in self._table.writer_lost(writer, time.monotonic()):
+            self._end(end, "the connection to the prefill node ended")
 
     async def _watch_leases(self) -> None:
         while True:
+            began = time.monotonic()
             await asyncio.sleep(self._check_leases_s)
+            if (late_s := time.monotonic() - began - self._check_leases_s) > STALL_S:
+                self._table.extend(late_s)
             for end in self._table.expired(time.monotonic(), self._can_write):
                 self._end(end, "its lease expired")
 

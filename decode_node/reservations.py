@@ -13,6 +13,7 @@ from enum import Enum
 from scheduler.request import Request
 
 LEASE_S = 9.0  # checked twice a second, so a dead writer holds blocks for less than 10 s
+LOST_S = 3.0  # the rest of the lease after the end of a writer's connection; a live writer renews twice a second
 
 
 class ReservationPhase(Enum):
@@ -160,7 +161,17 @@ class ReservationTable:
         ]
         return [end for end in ends if end is not None]
 
-    def writer_lost(self, writer: str) -> list[Reservation]:
-        """End the reservations of a writer that has ended, or that can no longer reach this node's pool."""
-        entries = self.of_writer(writer)
-        return [self.close(entry) for entry in entries if entry.phase is not ReservationPhase.CHECKING]
+    def writer_lost(self, writer: str, now: float) -> list[Reservation]:
+        """Quarantine the open reservations of a writer whose connection has ended, and shorten their leases.
+
+        If the process has ended, it does not renew them. If it still runs, it renews and stops them.
+        """
+        entries = [entry for entry in self.of_writer(writer) if entry.phase is not ReservationPhase.CHECKING]
+        for entry in entries:
+            entry.lease_expires = min(entry.lease_expires, now + LOST_S)
+        return [end for end in (self.abort(entry.request.id) for entry in entries) if end is not None]
+
+    def extend(self, seconds: float) -> None:
+        """Extend all leases, because this process stood still and has not read the renewals yet."""
+        for entry in self._by_id.values():
+            entry.lease_expires += seconds

@@ -79,7 +79,7 @@ class RoleAdapter:
         raise NotImplementedError
 
     def on_writer_lost(self, writer: str) -> None:
-        """Handle the end of a process that was able to write into this node's KV pool."""
+        """Handle the end of the last connection of a process that was able to write into this node's KV pool."""
 
 
 class Node:

@@ -31,8 +31,8 @@ class KVChannel(Protocol):
 
     A pool is a 2-D byte matrix, and a push copies whole rows. If `fenced` is true, the receiver drops rows that arrive
     for a revoked reservation. Otherwise, writes are one-sided. The receiver may then reuse the rows of a revoked
-    reservation only after the writer has reported that it stopped, or after the callback `on_writer_lost` has reported
-    that the writer is gone.
+    reservation only after the writer has reported that it stopped, or after `fence_writer` has returned True. The
+    callback `on_writer_lost` reports the end of a writer's last connection.
     """
 
     name: str

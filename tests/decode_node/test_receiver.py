@@ -160,6 +160,10 @@ async def test_a_reservation_waits_for_blocks_up_to_its_timeout(tmp_path: Path) 
     async with bench("tcp", tmp_path, num_blocks=8, timeout_s=0.3) as here:
         first = await here.reserve("first")
         assert (await here.reserve("late")).error == "no free blocks within 0.3 s"
+        await here.receiver.stop(StopRequest(first.reservation_id))
+        await here.empty()
+    async with bench("tcp", tmp_path, num_blocks=8, timeout_s=60.0) as here:
+        first = await here.reserve("first")
         waiting = asyncio.ensure_future(here.reserve("waits"))
         await asyncio.sleep(0.1)
         await here.receiver.stop(StopRequest(first.reservation_id))
@@ -192,7 +196,7 @@ async def test_blocks_of_a_writer_are_kept_until_it_hangs_up(lease_s: float, tmp
             assert await wait_until(here.is_quarantined, 5.0)
         await here.writer.close()
         await here.empty()
-        reason = "its lease expired" if lease_s < LEASE_S else "the prefill node is gone"
+        reason = "its lease expired" if lease_s < LEASE_S else "the connection to the prefill node ended"
         assert await wait_until(lambda: here.errors() == [f"handoff: {reason}"], 5.0)
 
 

@@ -75,7 +75,7 @@ class Reservations(RuleBasedStateMachine):
     @rule(writer=st.sampled_from(WRITERS))
     def die(self, writer: str) -> None:
         self.writing = {reservation_id: name for reservation_id, name in self.writing.items() if name != writer}
-        for ending in self.table.writer_lost(writer):
+        for ending in self.table.writer_lost(writer, self.now):
             self._ended(ending)
 
     @rule(writer=st.sampled_from(WRITERS))

@@ -185,7 +185,10 @@ class DecodePeers:
             await asyncio.sleep(self._timing.renew_s)
             self._forget_gone()
             due = [peer for peer in self._peers.values() if not (peer.is_idle and peer.is_settled)]
-            await asyncio.gather(*map(self._renew_at, due))
+            outcomes = await asyncio.gather(*map(self._renew_at, due), return_exceptions=True)
+            for peer, error in zip(due, outcomes, strict=True):
+                if error is not None:
+                    log.error("leases at %s were not renewed", peer.address, exc_info=error)
 
     async def _renew_at(self, peer: DecodePeer) -> None:
         is_idle = peer.is_settled = peer.is_idle  # a handoff that begins during the call clears `is_settled`

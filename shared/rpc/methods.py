@@ -11,6 +11,7 @@ import grpclib.client
 import grpclib.server
 from grpclib.const import Cardinality, Handler, Status
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+from h2.exceptions import ProtocolError as H2ProtocolError
 from h2.exceptions import StreamClosedError
 
 from shared.rpc import tls
@@ -82,7 +83,12 @@ ServerStream = grpclib.server.Stream
 ClientStream = grpclib.client.Stream
 # Raised when a message is sent on a stream that has ended. A receiver gets the end of the stream instead.
 STREAM_ENDED = (StreamTerminatedError, StreamClosedError)
-PEER_FAILURES = (GRPCError, *STREAM_ENDED, OSError, asyncio.TimeoutError, DecodeError)
+# grpclib raises AssertionError and KeyError for replies without a message or status. An address that is no valid name
+# raises UnicodeError.
+PEER_FAILURES = (
+    GRPCError, *STREAM_ENDED, OSError, asyncio.TimeoutError, DecodeError, UnicodeError, AssertionError, KeyError,
+    H2ProtocolError,
+)  # fmt: skip
 
 
 class PeerError(Exception):

@@ -134,8 +134,11 @@ def _runner(memory: HostMemory, step_s: float, groups: tuple[Group, ...]) -> Slo
 
 async def open_channel(kind: str, memory: HostMemory, name: str, lost: Any, directory: Path) -> KVChannel:
     if kind == "shm":
-        return ShmChannel(memory, name, lost, directory)
-    return TcpChannel(memory, name, lambda _: None, "127.0.0.1")
+        return ShmChannel(memory, name, lost, directory, 60.0)
+    return TcpChannel(memory, name, lambda _: None, "127.0.0.1", patience_s=60.0)
+
+
+CALM = HandoffTiming(call_s=60.0)  # for a machine on which a process may stand still for some seconds
 
 
 @asynccontextmanager
@@ -163,7 +166,7 @@ async def pair(
             cleanup.push_async_callback(channel.close)
 
         def make_sender(node: Node, memory: HostMemory) -> HandoffSender:
-            return HandoffSender(node, memory, [wrap(channels[0], memories[1])], reserve_s, timing)
+            return HandoffSender(node, memory, [wrap(channels[0], memories[1])], reserve_s, timing or CALM)
 
         def make_receiver(node: Node, memory: HostMemory) -> HandoffReceiver:
             receivers.append(HandoffReceiver(node, memory, channels[1:], reserve_s))

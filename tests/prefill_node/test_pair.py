@@ -1,6 +1,8 @@
 """Test handoffs between two real nodes: exceptions in one request's code, damaged rows, small pools, and lost peers."""
 
 import asyncio
+import errno
+import mmap
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from prefill_node import decode_peers
 from prefill_node.decode_peers import HandoffTiming
 from scheduler.geometry import UNIFORM, Group
 from shared import failpoints
@@ -16,8 +19,8 @@ from shared.failpoints import FailpointError
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
-from shared.rpc.messages import ReserveRequest
-from shared.rpc.methods import RESERVE
+from shared.rpc.messages import NodeStats, RenewReply, RenewRequest, ReserveRequest
+from shared.rpc.methods import RENEW, RESERVE, unary
 from tests.node.harness import expected, quiet  # noqa: F401 - a fixture
 from tests.prefill_node.pair import ForwardingChannel, Pair, pair
 from tests.shared.rpc import serving
@@ -132,7 +135,10 @@ class Refusing(ForwardingChannel):
         await super().push(*given)
 
 
-async def test_a_peer_that_fails_repeatedly_is_not_called_for_a_moment(tmp_path: Path) -> None:
+async def test_a_peer_that_fails_repeatedly_is_not_called_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_peers, "PAUSE_S", 600.0)
     channels: list[Refusing] = []
 
     def wrap(channel: KVChannel, _: HostMemory) -> Refusing:
@@ -149,6 +155,7 @@ async def test_a_peer_that_fails_repeatedly_is_not_called_for_a_moment(tmp_path:
         assert "failed repeatedly" in sent.errors[0].error
         await here.empty()
         channel.refuses = False
+        monkeypatch.setattr(decode_peers, "PAUSE_S", 1.0)
         for index in range(8, 200):
             sent = here.submit(f"r{index}", [5, 6, 7 + index % 80], 4)
             assert await wait_until(lambda sent=sent: sent.is_over, 10.0)
@@ -160,6 +167,44 @@ async def test_a_peer_that_fails_repeatedly_is_not_called_for_a_moment(tmp_path:
         assert await wait_until(lambda: last.is_over, 10.0)
         assert (last.row(), last.errors) == (expected([8, 9, 10], 4), [])
         await here.empty()
+
+
+async def test_a_writer_that_cannot_map_the_pool_once_is_not_refused_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, original = [OSError(errno.ENOMEM, "cannot map")], mmap.mmap
+
+    def mapped(*given: Any) -> mmap.mmap:
+        if failures:
+            raise failures.pop()
+        return original(*given)
+
+    async with pair("shm", tmp_path) as here:
+        monkeypatch.setattr(mmap, "mmap", mapped)
+        errors = []
+        for index in range(3):
+            sent = here.submit(f"r{index}", [5, 6, 7 + index], 4)
+            assert await wait_until(lambda sent=sent: sent.is_over, 60.0)
+            errors.append(len(sent.errors))
+            assert all(error.retry for error in sent.errors)
+            await here.empty()
+        assert errors == [1, 0, 0]
+
+
+async def test_an_address_that_is_no_name_does_not_end_the_renewal_of_leases() -> None:
+    renewed = list[RenewRequest]()
+
+    async def renew(request: RenewRequest) -> RenewReply:
+        renewed.append(request)
+        return RenewReply(has_reservations=True)
+
+    async with serving({RENEW: unary(renew)}) as (_, address):
+        peers = decode_peers.DecodePeers("a" * 32, NodeStats(), [], HandoffTiming(renew_s=0.02))
+        peers.start()
+        for each in ("a..b:80", address):
+            peers.at(each)
+        assert await wait_until(lambda: len(renewed) > 3, 60.0)
+        await peers.close()
 
 
 async def test_a_decode_node_that_does_not_answer_fails_all_handoffs_that_wait_for_it(tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def private(directory: str | Path) -> Path:
     path = Path(directory)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
-    if found.st_uid not in {os.getuid(), 0} or found.st_mode & stat.S_ISVTX:
+    is_open = found.st_uid != 0 and found.st_mode & stat.S_IWOTH
+    if found.st_uid not in {os.getuid(), 0} or is_open or found.st_mode & stat.S_ISVTX:
         raise OSError(f"--kv-directory {path}: other users can write there; give a directory of your own")
     return path
 

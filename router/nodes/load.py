@@ -154,6 +154,7 @@ def node_status(info: NodeInfo, stats: NodeStats, alive: bool) -> dict[str, Any]
     return shown | {
         "state": stats.state if alive else "lost",
         "alive": alive,
+        "reported_ms": stats.sent_ns // 10**6,
         "blocks": {name: getattr(stats, f"blocks_{name}") for name in BLOCKS},
         "facts": info.attributes | {"adapters": adapters or "none"},
         "cost": stats.cost or None,

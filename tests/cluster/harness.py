@@ -249,9 +249,18 @@ class Cluster:
 
     def settled(self) -> dict[str, Any]:
         """Wait until the cluster is idle and every node has reported its counts. Return the router's status."""
+        for _ in range(2):  # a node may have made the first new report before it was idle
+            self.idle()
+            before = self._reported()
+            wait_for(lambda before=before: self._all_reported_after(before), "new reports of all nodes")
         self.idle()
-        time.sleep(0.4)
         return self.status()
+
+    def _reported(self) -> dict[str, int]:
+        return {node["id"]: node["reported_ms"] for node in self.status()["nodes"] if node["alive"]}
+
+    def _all_reported_after(self, before: dict[str, int]) -> bool:
+        return all(time_ms != before.get(name) for name, time_ms in self._reported().items())
 
     def nodes(self) -> dict[str, dict[str, Any]]:
         return {node["id"]: node for node in self.status()["nodes"]}

@@ -20,7 +20,7 @@ NODES = "prefill-0", "decode-0"
 def running() -> Iterator[Cluster]:
     own: dict[str, dict[str, object]] = {name: {"health_port": free_port()} for name in (*NODES, "decode-1")}
     own["decode-1"] |= {"failpoint": "engine.step:20=hang", "allow_failpoints": "true", "stuck_s": 1}
-    with cluster(1, 1, own=own) as running:
+    with cluster(1, 1, own=own, node_timeout_s=30, push_timeout_s=30) as running:
         yield running
 
 
@@ -90,16 +90,20 @@ def test_a_node_is_ready_while_a_router_is_connected_and_it_does_not_drain(runni
 
 
 def test_a_node_whose_engine_hangs_is_neither_healthy_nor_ready_until_it_exits(running: Cluster) -> None:
-    running.start("decode-1")
-    running.ready()
-    assert probe(running, "decode-1", "/health")[0] == 200
-    seen = list[tuple[int, str]]()
-    with Load([running.url], running.model, 4) as load:
-        while running.processes["decode-1"].poll() is None:
-            seen.append(probe(running, "decode-1", "/health"))
-            if seen[-1][0] == 503:
-                assert probe(running, "decode-1", "/ready")[0] in {503, 0}
-            time.sleep(0.02)
-    assert load.failures() == []
-    assert running.processes["decode-1"].poll() == 70
-    assert (503, "the engine has failed or makes no progress\n") in seen
+    unhealthy = set[str]()
+    for _ in range(10):  # a busy machine may not run a probe in the 0.2 s between the hang and the exit
+        running.start("decode-1")
+        running.ready()
+        assert probe(running, "decode-1", "/health")[0] == 200
+        with Load([running.url], running.model, 4) as load:
+            while running.processes["decode-1"].poll() is None:
+                status, text = probe(running, "decode-1", "/health")
+                if status == 503:
+                    unhealthy.add(text)
+                    assert probe(running, "decode-1", "/ready")[0] in {503, 0}
+                time.sleep(0.02)
+        assert load.failures() == []
+        assert running.processes["decode-1"].poll() == 70
+        if unhealthy:
+            break
+    assert unhealthy == {"the engine has failed or makes no progress\n"}

@@ -141,7 +141,7 @@ def test_a_cluster_encodes_an_image_once(prefill: int, tmp_path: Path) -> None:
         return int(running.post("/v1/chat/completions", body, router=router)["usage"]["completion_tokens"])
 
     with (
-        cluster(prefill, 2, model=tmp_path, runner="torch", routers=2, names=True) as running,
+        cluster(prefill, 2, model=tmp_path, runner="torch", routers=2, names=True, node_timeout_s=30) as running,
         ThreadPoolExecutor(36) as pool,
     ):
         assert list(pool.map(ask, range(72))) == [2] * 72

@@ -78,7 +78,8 @@ def test_a_request_with_an_adapter_survives_the_death_of_its_decode_node(tmp_pat
 def test_a_node_without_the_adapter_gets_no_request_for_it(tmp_path: Path) -> None:
     modules, expected = made("llama", tmp_path)
     own: dict[str, dict[str, object]] = {"decode-0": {"lora_modules": ",".join(modules)}}
-    with cluster(0, 2, model=tmp_path, runner="torch", own=own) as running, ThreadPoolExecutor(9) as pool:
+    settings = {"model": tmp_path, "runner": "torch", "node_timeout_s": 30.0}
+    with cluster(0, 2, own=own, **settings) as running, ThreadPoolExecutor(9) as pool:
         cases = [(adapter, index) for index in range(3) for adapter in expected]
         found = pool.map(lambda case: running.complete(PROMPTS[case[1]], COUNT, model=case[0]), cases)
         assert list(found) == [expected[adapter][index] for adapter, index in cases]

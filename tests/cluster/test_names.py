@@ -16,7 +16,7 @@ OUTAGE_S = 2.5  # longer than the interval between two name look-ups plus the ti
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
-    with cluster(1, 2, routers=2, names=True) as running:
+    with cluster(1, 2, routers=2, names=True, node_timeout_s=30.0) as running:
         yield running
 
 

@@ -119,7 +119,7 @@ def test_frozen_and_killed_nodes_with_a_shared_pool_lose_no_request() -> None:
 
 
 def test_a_second_decode_node_without_a_shared_pool_computes_its_prompts_itself() -> None:
-    with cluster(decode=1, kv_channel="pool") as running:
+    with cluster(decode=1, kv_channel="pool", node_timeout_s=30, push_timeout_s=30) as running:
         running.settings |= {"kv_channel": "auto"}
         running.start("decode-1")
         running.ready()

@@ -59,7 +59,7 @@ def test_transfers_move_the_bytes_that_the_nodes_counted(served: Cluster) -> Non
         served.complete(prompt_of(seed, 150), 4)
     moved = served.settled()["bytes_moved"] - before
     assert moved == sum(row["transfer"]["bytes"] for row in recorded(served, 3)) > 0
-    events = served.get("/trace?last=60s")["traceEvents"]
+    events = served.get("/trace?last=900s")["traceEvents"]
     kinds = {"queued", "admitted", "first", "reserving", "transfer", "committed", "received", "ended"}
     assert {event["name"] for event in events if event["ph"] == "n"} == kinds
     pushes = [event for event in events if event.get("cat") == "transfer" and event["ph"] == "b"]

@@ -102,7 +102,7 @@ def test_a_killed_worker_loses_only_its_streams_and_is_started_again(running: Cl
 
     def is_accepted() -> bool:
         served[:] = [clients_of(worker, set(ports)) for worker in workers]
-        return set.union(*served) == set(ports) and running.get("/load")["server_load"] == NUM_STREAMS
+        return set.union(*served) == set(ports)
 
     wait_for(is_accepted, "each stream is at a worker")
     assert all(served), "connections are spread over the workers"

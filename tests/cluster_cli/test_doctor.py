@@ -124,7 +124,8 @@ def test_a_running_cluster_with_redis_passes(tmp_path: Path, capsys: pytest.Capt
     secret = ["--cluster-secret-file", str(tmp_path / "secret")]
     with RedisServer(tmp_path) as redis:
         redis.start()
-        with cluster(registry=redis.url, routers=2, cluster_secret_file=tmp_path / "secret") as running:
+        settings = {"heartbeat_s": 2.0, "node_timeout_s": 30.0, "cluster_secret_file": tmp_path / "secret"}
+        with cluster(registry=redis.url, routers=2, **settings) as running:
             for url in running.urls.values():
                 flags = ["--url", url, "--host", "0.0.0.0", "--registry", redis.url]
                 assert main(["doctor", *flags, *secret]) == 0

@@ -187,7 +187,7 @@ def test_equal_prefixes_go_to_the_same_router(gateway: Gateway, mode: str) -> No
 def test_answers_are_streamed_and_a_prefix_that_would_overload_its_router_is_spread(
     gateway: Gateway, mode: str
 ) -> None:
-    body = json.dumps(completion(gateway.running.model, PREFIXES[0], 400, stream=True)).encode()
+    body = json.dumps(completion(gateway.running.model, PREFIXES[0], 3000, stream=True)).encode()
     served: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         answers = []

@@ -46,9 +46,12 @@ def test_the_deadline_of_a_step_follows_earlier_steps_and_has_a_minimum() -> Non
 def test_an_idle_engine_makes_progress_more_often_than_its_deadline() -> None:
     idle = Engine(scheduler_of(8), cast(Any, None), MagicMock(), stuck_s=0.4)
     idle.start()
-    before = idle.progress
-    time.sleep(0.4)
-    assert idle.progress > before + 1
+    for _ in range(50):  # this process may stand still for some time
+        before = idle.progress
+        time.sleep(0.4)
+        if is_often := idle.progress > before + 1:
+            break
+    assert is_often
     idle.stop()
 
 

@@ -71,7 +71,14 @@ def serving(
         own: dict[str, dict[str, object]] = {name: {"health_port": free_port()} for name in names}
         for name, path in engines.steps.items():
             own[name]["steps_socket"] = path
-        options: dict[str, Any] = {"engine_kind": kind, "stuck_s": 2.0, "secret": True, "own": own} | (settings or {})
+        options: dict[str, Any] = {
+            "engine_kind": kind,
+            "stuck_s": 6.0,
+            "node_timeout_s": 6.0,
+            "secret": True,
+            "own": own,
+        }
+        options |= settings or {}
         with cluster(*counts, engines=engines.urls, **options) as running:
             yield running, engines
     finally:

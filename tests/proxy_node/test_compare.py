@@ -40,7 +40,7 @@ def test_counters_of_servers_prove_that_kv_moved(
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Engines]:
-    made = Engines(tmp_path, ["a", "b"], token_s=0.004, connector="nixl", lease_s=2.0)
+    made = Engines(tmp_path, ["a", "b"], token_s=0.004, connector="nixl", lease_s=10.0)
     try:
         for name in made.ports:
             made.start(name)

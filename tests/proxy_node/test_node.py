@@ -99,8 +99,8 @@ async def test_a_lost_engine_is_reported_once_as_the_node_and_never_as_a_failed_
 
 
 async def test_an_engine_that_is_silent_with_requests_is_stuck_and_a_slow_one_is_not() -> None:
-    async with running(stuck_s=1.0, token_s=0.01, metrics_s=2.0) as here:
-        here.line.submit(submission("a", PROMPT, 200))  # for 2 s, no metrics arrive, but tokens do
+    async with running(stuck_s=4.0, token_s=0.01, metrics_s=8.0) as here:
+        here.line.submit(submission("a", PROMPT, 500))  # for 5 s, no metrics arrive, but tokens do
         await here.until(lambda: here.line.finishes("a"))
         assert not here.node.lost.done()
         here.line.submit(submission("b", PROMPT, 5000))

@@ -48,7 +48,7 @@ async def over_a_relay() -> AsyncIterator[tuple[Proxy, RpcChannel]]:
         async with serving(Recorder().handlers(STOP)) as (_, address):
             relay = relays.between("127.0.0.2", int(address.split(":")[1]))
             async with connected(address.replace("127.0.0.1", "127.0.0.2"), answer_s=0.15) as channel:
-                assert (await STOP.call(channel, StopRequest(b"", ""), 2.0)).error == "StopRequest"
+                assert (await STOP.call(channel, StopRequest(b"", ""), 30.0)).error == "StopRequest"
                 yield relay, channel
 
 

@@ -93,6 +93,10 @@ def _modelopt(given: ConfigReader) -> Scheme:
 
 
 def _compressed(given: ConfigReader) -> Scheme:
+    if given.nested("transform_config").values.get("config_groups"):
+        given.refuse("transform_config", "transformed weights and activations are not supported")
+    if given.nested("sparsity_config").text("format", "dense") != "dense":
+        given.refuse("sparsity_config", "sparse weights are not supported; use a dense checkpoint")
     groups = given.nested("config_groups")
     if len(groups.values) != 1:
         given.refuse("config_groups", "it must have one group of modules with one format")

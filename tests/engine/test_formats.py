@@ -164,6 +164,11 @@ def test_decodes_of_a_quantized_model_generate_the_dense_models_tokens(tmp_path:
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
         (compressed("marlin-24", 4, "int"), "format is 'marlin-24'"),
         (compressed("pack-quantized", 3, "int"), "num_bits is 3"),
+        (
+            {**compressed("pack-quantized", 4, "int"), "transform_config": {"config_groups": {"R1": {}}}},
+            "transform_config",
+        ),
+        ({**compressed("float-quantized", 8, "float"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         ([], r"quantization_config is \[\]: it must be an object"),
     ],
 )

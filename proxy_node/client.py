@@ -165,7 +165,7 @@ class EngineClient:
                     yield output
                 if output.finish:
                     return
-        raise EngineFailure("the engine's answer ended early", is_suspicious=True)
+        raise EngineFailure("the engine's answer ended early", is_suspicious=True, is_refusal=True)
 
     async def collect(self, submit: SubmitRequest, tokens: list[int]) -> list[int]:
         """Return all tokens with which this engine alone continues `tokens`."""
@@ -226,4 +226,4 @@ def _refused(path: str, status: int, words: str) -> EngineFailure:
         text += "; set --engine-api-key-file to a file with the engine's API key"
     if status == 400:
         return EngineFailure(words, retry=False, status=status)
-    return EngineFailure(text, is_suspicious=status >= 500, status=status)
+    return EngineFailure(text, is_suspicious=status >= 500, is_refusal=status in {401, 403, 404}, status=status)

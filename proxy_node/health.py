@@ -2,15 +2,16 @@
 
 A slow engine is not dead: the process that answers `/metrics` and `/health` also serves all streams, and may take
 seconds to answer under load. An engine is lost if its port refuses connections, if it reports that it is unhealthy, or
-if its number of steps has fallen, because it was then restarted. An engine is stuck if it makes no progress. Each step
-and each event of an answer counts as progress. While the engine has no requests, an answer to `/metrics` counts as
-progress too.
+if its number of steps has fallen, because it was then restarted. It is also lost if it fails one request after another
+although its `/health` reports no problem, as that of a vLLM server that drains. An engine is stuck if it makes no
+progress. Each step and each event of an answer counts as progress. While the engine has no requests, an answer to
+`/metrics` counts as progress too.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
-MAX_MALFORMED, WINDOW_S = 3, 10.0  # MAX_MALFORMED malformed answers within WINDOW_S seconds end the incarnation
+MAX_FAILURES, WINDOW_S = 3, 10.0  # MAX_FAILURES failures of one kind within WINDOW_S seconds end the incarnation
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class EngineHealth:
     failure: str = ""
     _num_steps: float = -1.0
     _malformed: deque[float] = field(default_factory=deque)
+    _refused: deque[float] = field(default_factory=deque)
 
     def streamed(self, now: float) -> None:
         """Record an event of an answer."""
@@ -42,11 +44,23 @@ class EngineHealth:
 
     def malformed(self, now: float) -> None:
         """Record an answer that violates the protocol."""
-        self._malformed.append(now)
-        while now - self._malformed[0] > WINDOW_S:
-            self._malformed.popleft()
-        if len(self._malformed) >= MAX_MALFORMED:
-            self.lost(f"{MAX_MALFORMED} of its answers within {WINDOW_S:g} s were malformed")
+        self._failed(self._malformed, now, "gave malformed answers to")
+
+    def refused(self, now: float) -> None:
+        """Record a request that the engine refused or gave up, but not because of its load."""
+        self._failed(self._refused, now, "refused or gave up")
+
+    def answered(self, began: float) -> None:
+        """Record a complete answer to a request that was sent at `began`. Refusals before `began` no longer count."""
+        while self._refused and self._refused[0] <= began:
+            self._refused.popleft()
+
+    def _failed(self, failures: deque[float], now: float, what: str) -> None:
+        failures.append(now)
+        while now - failures[0] > WINDOW_S:
+            failures.popleft()
+        if len(failures) >= MAX_FAILURES:
+            self.lost(f"it {what} {MAX_FAILURES} requests within {WINDOW_S:g} s")
 
     def lost(self, reason: str) -> None:
         self.failure = self.failure or reason

@@ -165,6 +165,8 @@ class ProxyNode:
             self._health.malformed(self._now())
         elif failure.is_suspicious and await self._engine.is_gone():
             self._health.lost(f"{failure}")
+        elif failure.is_refusal:
+            self._health.refused(self._now())
         if reason := self._health.failure:
             self._lose(reason)
         return self.lost.done()
@@ -313,7 +315,7 @@ class ProxyNode:
         self, submit: SubmitRequest, tokens: list[int], outputs: Any, accepted: AcceptedHandoff | None = None
     ) -> None:
         """Send the tokens of one request to its router."""
-        position, is_first = len(tokens) - submit.num_prompt, True
+        position, is_first, began = len(tokens) - submit.num_prompt, True, self._now()
         try:
             async with aclosing(outputs), asyncio.timeout(accepted.lease_s if accepted else None) as lease:
                 async for output in outputs:
@@ -331,6 +333,7 @@ class ProxyNode:
                     request.progress.num_tokens = submit.num_prompt + position
                     self._send(request.router, delta)
                     if output.finish:
+                        self._health.answered(began)
                         self._end(submit.id, output.finish)
                         return
         except TimeoutError:
@@ -340,7 +343,9 @@ class ProxyNode:
                 raise
             # An engine reports the same error whether it cannot read the KV or fails in another way, so the handoff may
             # have failed.
-            raise EngineFailure(f"{HANDOFF}{failure}", is_suspicious=True, is_garbage=failure.is_garbage) from None
+            raise EngineFailure(
+                f"{HANDOFF}{failure}", is_suspicious=True, is_garbage=failure.is_garbage, is_refusal=failure.is_refusal
+            ) from None
 
     # ---- handoffs -----------------------------------------------------------------------------------------------
 
@@ -353,11 +358,12 @@ class ProxyNode:
         if (offer := self._engine.offer()) is not None:
             await self._push(submit, tokens, offer)
             return
-        position = len(tokens) - submit.num_prompt
+        position, began = len(tokens) - submit.num_prompt, self._now()
         is_last = submit.max_tokens == position + 1
         output, params = await self._engine.prefill(submit, tokens, keeps=not is_last)
         computed_at = self._now()
         self._health.streamed(computed_at)
+        self._health.answered(began)
         self.recorder.event(submit.id, "first", count=1)
         router = self._requests[submit.id].router
         delta = TokenDelta(submit.id, position, pack_ids(output.tokens), logprobs=output.logprobs)
@@ -388,12 +394,14 @@ class ProxyNode:
         await self._call(submit, ACCEPT, accept)
         num_tokens, reason = len(tokens) - submit.num_prompt + 1, "the prefill node gave up the request"
         first = replace(submit, max_tokens=num_tokens, min_tokens=min(submit.min_tokens, num_tokens))
+        began = self._now()
         try:
             async with aclosing(self._engine.generate(first, tokens, params)) as outputs:  # type: ignore[type-var]
                 output = await anext(outputs)
             if len(output.tokens) != 1:
                 raise EngineFailure("the engine computed no token", is_garbage=True)
             self._health.streamed(self._now())
+            self._health.answered(began)
             self.recorder.event(submit.id, "first", count=1)
             await self._call(submit, COMMIT, CommitRequest(submit.id.encode(), output.tokens[0], b""))
             reason = ""

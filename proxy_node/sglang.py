@@ -171,7 +171,8 @@ class GenerateReader(EventReader):
         if (finish := meta.get("finish_reason")) is not None:
             if finish["type"] not in {"stop", "length"}:
                 text = f"the engine ended the request: {finish['type']!s:.40}: {finish.get('message')!s:.200}"
-                raise EngineFailure(text, retry=finish.get("status_code") != 400, status=finish.get("status_code") or 0)
+                status = finish.get("status_code") or 0
+                raise EngineFailure(text, retry=status != 400, is_refusal=not status, status=status)
             output.finish = finish["type"]
 
     def _logprobs(self, tokens: list[int], rows: list[Any], tops: list[Any]) -> list[Logprobs]:

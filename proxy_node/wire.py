@@ -27,15 +27,18 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class EngineFailure(Exception):
     """The engine did not compute a request.
 
-    `retry` is true if another node may succeed, `is_suspicious` if the engine may be gone, and `is_garbage` if its
-    answer violates the protocol. `status` is the HTTP status if the engine refused the request, and otherwise 0.
+    `retry` is true if another node may succeed, `is_suspicious` if the engine may be gone, `is_garbage` if its answer
+    violates the protocol, and `is_refusal` if the engine refused or gave up a valid request, but not because of its
+    load. `status` is the HTTP status if the engine refused the request, and otherwise 0.
     """
 
     def __init__(
-        self, reason: str, *, retry: bool = True, is_suspicious: bool = False, is_garbage: bool = False, status: int = 0
-    ) -> None:
+        self, reason: str, *, retry: bool = True, is_suspicious: bool = False, is_garbage: bool = False,
+        is_refusal: bool = False, status: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(reason)
-        self.retry, self.is_suspicious, self.is_garbage, self.status = retry, is_suspicious, is_garbage, status
+        self.retry, self.is_suspicious, self.is_garbage = retry, is_suspicious, is_garbage
+        self.is_refusal, self.status = is_refusal, status
 
 
 def garbage(reason: str) -> EngineFailure:
@@ -186,7 +189,7 @@ def read_choice(choice: dict[str, Any], vocab_size: int, num_logprobs: int) -> E
         output.logprobs = read_logprobs(choice["logprobs"], tokens, num_logprobs)
     if (finish := choice.get("finish_reason")) is not None:
         if finish not in FINISHES:
-            raise EngineFailure(f"the engine ended the request: {finish!s:.40}")
+            raise EngineFailure(f"the engine ended the request: {finish!s:.40}", is_refusal=finish == "abort")
         output.finish = FINISHES[finish]
     return output
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -113,6 +114,28 @@ async def test_three_malformed_answers_are_the_end_of_a_node() -> None:
     async with running(bad_json=3) as here:
         here.line.submit(*(submission(str(index), [5 + index], 20) for index in range(3)))
         assert "malformed" in await asyncio.wait_for(asyncio.shield(here.node.lost), WAIT_S)
+
+
+@pytest.mark.parametrize("knobs", [{"truncate": 3}, {"abort": 3}, {"key": "rotated"}], ids=str)
+async def test_an_engine_that_answers_no_request_is_lost_although_it_is_healthy(knobs: dict[str, Any]) -> None:
+    async with running() as here:
+        here.stub.set(knobs)
+        here.line.submit(*(submission(str(index), [5 + index], 20) for index in range(3)))
+        assert "refused or gave up" in await asyncio.wait_for(asyncio.shield(here.node.lost), WAIT_S)
+        assert all(retry for _, retry in here.line.errors())
+
+
+async def test_overload_and_single_failures_are_no_reason_to_leave() -> None:
+    async with running(refuse_429=4, refuse_503=4) as here:
+        here.line.submit(*(submission(str(index), PROMPT, 20) for index in range(8)))
+        await here.until(lambda: len(here.line.errors()) == 8)
+        for index in range(4):
+            here.stub.set({"abort": 1})
+            here.line.submit(submission(f"bad {index}", PROMPT, 20))
+            await here.until(lambda index=index: here.is_over(f"bad {index}"))
+            here.line.submit(submission(f"good {index}", PROMPT, 20))
+            await here.until(lambda index=index: here.line.finishes(f"good {index}"))
+        assert not here.node.lost.done()
 
 
 async def test_a_draining_node_finishes_its_requests_and_hands_back_the_rest() -> None:

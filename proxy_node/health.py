@@ -4,8 +4,9 @@ A slow engine is not dead: the process that answers `/metrics` and `/health` als
 seconds to answer under load. An engine is lost if its port refuses connections, if it reports that it is unhealthy, or
 if its number of steps has fallen, because it was then restarted. It is also lost if it fails one request after another
 although its `/health` reports no problem, as that of a vLLM server that drains. An engine is stuck if it makes no
-progress. Each step and each event of an answer counts as progress. While the engine has no requests, an answer to
-`/metrics` counts as progress too.
+progress. Each step and each event of an answer counts as progress, and so does a change of the engine's load, because
+vLLM does not count the steps that compute a part of a prompt, but reports its load after each of them. While the engine
+has no requests, an answer to `/metrics` counts as progress too.
 """
 
 from collections import deque
@@ -25,6 +26,7 @@ class EngineHealth:
     progress_at: float
     failure: str = ""
     _num_steps: float = -1.0
+    _load: tuple[float, ...] = ()
     _malformed: deque[float] = field(default_factory=deque)
     _refused: deque[float] = field(default_factory=deque)
 
@@ -32,15 +34,16 @@ class EngineHealth:
         """Record an event of an answer."""
         self.progress_at = now
 
-    def scraped(self, now: float, num_steps: float, num_requests: int) -> None:
-        """Record an answer to `/metrics`. `num_requests` counts this process's running requests.
+    def scraped(self, now: float, num_steps: float, load: tuple[float, ...], num_requests: int) -> None:
+        """Record an answer to `/metrics`. `load` has the values that the engine sets after each step. `num_requests`
+        counts this process's running requests.
 
         If the number of steps has fallen, the engine was restarted, and it counts as lost.
         """
         if num_steps < self._num_steps:
             self.lost("it was restarted")
-        if num_steps != self._num_steps or not num_requests:
-            self.progress_at, self._num_steps = now, num_steps
+        if (num_steps, load) != (self._num_steps, self._load) or not num_requests:
+            self.progress_at, self._num_steps, self._load = now, num_steps, load
 
     def malformed(self, now: float) -> None:
         """Record an answer that violates the protocol."""

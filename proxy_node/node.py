@@ -41,6 +41,8 @@ MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 Work = Callable[[], Awaitable[None]]
 INTERNAL = "internal"
 HANDOFF = "handoff: "  # prefix of errors for which either of the two nodes may be at fault; the router checks for it
+USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")  # the second is the name before vLLM 0.10
+LOAD = (*USAGE, "num_requests_running", "num_requests_waiting")
 LEASE_SHARE = 0.8  # the first token must come within this share of the lease
 MAX_LEASE_MS = 3_600_000
 PUSH_LEASE_MS = 300_000  # how long SGLang servers wait for each other
@@ -153,8 +155,8 @@ class ProxyNode:
         while True:
             try:
                 self._metrics = await self._engine.metrics()
-                steps = self._value("iteration_tokens_total_count")
-                self._health.scraped(self._now(), steps, len(self._requests))
+                steps, load = self._value("iteration_tokens_total_count"), tuple(map(self._value, LOAD))
+                self._health.scraped(self._now(), steps, load, len(self._requests))
             except EngineFailure as failure:
                 await self._is_lost(failure)
             await asyncio.sleep(self._heartbeat_s)
@@ -200,7 +202,7 @@ class ProxyNode:
     def stats(self) -> NodeStats:
         """Return the node's statistics, most of which the engine reports. The engine does not report cached blocks, so
         they count as free."""
-        usage = self._value("kv_cache_usage_perc") or self._value("gpu_cache_usage_perc")  # the name before vLLM 0.10
+        usage = max(map(self._value, USAGE))
         total = self.info.num_blocks - 1
         owned = min(total, round(usage * total))
         return replace(

@@ -5,16 +5,18 @@ from hypothesis import strategies as st
 
 from proxy_node.health import MAX_FAILURES, WINDOW_S, EngineHealth
 
-OBSERVATIONS = st.lists(st.tuples(st.sampled_from(["stream", "step", "idle", "same", "wait"]), st.floats(0.1, 9)))
+KINDS = ["stream", "step", "load", "idle", "same", "wait"]
+OBSERVATIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0.1, 9)))
 
 
 @given(OBSERVATIONS)
 def test_an_engine_is_stuck_if_and_only_if_it_made_no_progress_for_that_time(seen: list[tuple[str, float]]) -> None:
-    """`same` is an answer to `/metrics` that shows no new step while requests run. It does not count as progress."""
+    """`same` is an answer to `/metrics` that shows no new step and no other load while requests run. It does not count
+    as progress."""
     now = progress_at = 0.0
-    steps, stuck_s = 0.0, 10.0
+    steps, usage, stuck_s = 0.0, 0.0, 10.0
     health = EngineHealth(stuck_s, now)
-    health.scraped(now, steps, 0)
+    health.scraped(now, steps, (usage,), 0)
     for kind, passed_s in seen:
         now += passed_s
         expected = now - progress_at > stuck_s
@@ -24,9 +26,10 @@ def test_an_engine_is_stuck_if_and_only_if_it_made_no_progress_for_that_time(see
             return
         if kind == "stream":
             health.streamed(now)
-        elif kind in {"step", "idle", "same"}:
+        elif kind in {"step", "load", "idle", "same"}:
             steps += kind == "step"
-            health.scraped(now, steps, 0 if kind == "idle" else 1)
+            usage += kind == "load"
+            health.scraped(now, steps, (usage,), 0 if kind == "idle" else 1)
         progress_at = progress_at if kind in {"same", "wait"} else now
 
 
@@ -55,7 +58,7 @@ def test_refusals_count_until_the_engine_has_answered_a_later_request() -> None:
 def test_a_fallen_number_of_steps_shows_a_restart() -> None:
     health = EngineHealth(5.0, 0.0)
     for steps, reason in ((0, ""), (7, ""), (7, ""), (1, "it was restarted")):
-        health.scraped(1.0, steps, 0)
+        health.scraped(1.0, steps, (1.0 / (1 + steps),), 0)
         assert health.check(1.0) == reason
 
 

@@ -110,6 +110,13 @@ async def test_an_engine_that_is_silent_with_requests_is_stuck_and_a_slow_one_is
         assert "no progress" in await asyncio.wait_for(asyncio.shield(here.node.lost), WAIT_S)
 
 
+async def test_an_engine_that_computes_a_long_prompt_is_not_stuck() -> None:
+    async with running(stuck_s=2.0, prompt_s=4.0) as here:
+        here.line.submit(submission("a", PROMPT, 20))
+        await here.until(lambda: here.node.lost.done() or here.line.finishes("a"))
+        assert not here.node.lost.done()
+
+
 async def test_three_malformed_answers_are_the_end_of_a_node() -> None:
     async with running(bad_json=3) as here:
         here.line.submit(*(submission(str(index), [5 + index], 20) for index in range(3)))

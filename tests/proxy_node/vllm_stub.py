@@ -31,6 +31,7 @@ METRICS = (Path(__file__).parent / "vllm_0.32_metrics.txt").read_text()
 VOCABULARY, BLOCK_TOKENS, NUM_BLOCKS = 2048, 16, 4096
 KNOBS: dict[str, Any] = {
     "token_s": 0.002,  # time to generate a token
+    "prompt_s": 0.0,  # time to compute a prompt; as in vLLM, the usage grows meanwhile, but no step is counted
     "tokens_per_event": 1,
     "resumes_seeded": True,  # False: a resumed answer differs, as in vLLM's runner V1
     "repeats": True,  # False: every answer differs
@@ -57,6 +58,7 @@ FAULTS = {
     "bad_json": 0, "bad_id": 0, "bad_type": 0, "long_line": 0, "too_many": 0,
     "no_kv": 0, "other_token": 0,
 }  # fmt: skip
+PROMPT_CHUNKS = 20
 FAULT_AFTER = 5  # number of tokens that a stream sends before a fault
 
 
@@ -262,6 +264,9 @@ class VllmStub:
                 wrong = await self._read(body) if self._reads(params) else ""
                 if params.get("do_remote_prefill") and self._takes("no_kv"):
                     raise ClientError("planted")
+                for _ in range(PROMPT_CHUNKS if self.knobs["prompt_s"] else 0):
+                    await asyncio.sleep(self.knobs["prompt_s"] / PROMPT_CHUNKS)
+                    self.num_blocks_used, blocks = self.num_blocks_used + 1, blocks + 1
             except ClientError:
                 await asyncio.sleep(0.4)
                 event = {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}

@@ -25,7 +25,7 @@ from shared.config.settings import ProxySettings
 from shared.errors import ConfigError
 from shared.health import HealthServer
 from shared.lifecycle import ProcessLifetime, listen, run
-from shared.model_files import read_limits, resolve
+from shared.model_files import read_end_tokens, read_limits, resolve
 from shared.registry import announcer
 from shared.rpc import tls
 from shared.rpc.messages import NodeInfo, NodeStats
@@ -51,13 +51,14 @@ def main(settings: ProxySettings) -> int:
     logs.configure(settings.log_level, settings.log_format, settings.id or "proxy")
     try:
         tls.configure(settings.cluster_secret_file, {"--host": settings.host})
-        max_len, vocab_size = read_limits(resolve(settings.model))
+        directory = resolve(settings.model)
+        (max_len, vocab_size), end_tokens = read_limits(directory), read_end_tokens(directory)
         key = read_key(settings.engine_api_key_file)
         settings = settings.model_copy(update={"advertise": advertised(settings)})
     except (ValueError, OSError) as error:
         return _start_failed(error)
     kind = SglangEngine if settings.engine_kind == "sglang" else VllmEngine
-    engine = kind(settings.engine, key, vocab_size, settings.advertise)
+    engine = kind(settings.engine, key, vocab_size, settings.advertise, end_tokens)
     steps = StepSocket(settings.steps_socket) if settings.steps_socket else None
     process = ProxyProcess(settings, engine, settings.max_model_len or max_len, steps)
     return run(process.serve)

@@ -58,9 +58,12 @@ class EngineClient:
 
     probe_params: Params = None  # with these parameters, `generate` needs no other engine
 
-    def __init__(self, url: str, key: str, vocab_size: int, host: str = "") -> None:
-        """If `url` has a loopback address, `host` is the address at which other engines reach the server."""
-        self.url, self.vocab_size, self.host = url, vocab_size, host
+    def __init__(
+        self, url: str, key: str, vocab_size: int, host: str = "", end_tokens: frozenset[int] = frozenset()
+    ) -> None:
+        """If `url` has a loopback address, `host` is the address at which other engines reach the server. `end_tokens`
+        are those of the model."""
+        self.url, self.vocab_size, self.host, self.end_tokens = url, vocab_size, host, end_tokens
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.model = ""
         self._session: aiohttp.ClientSession

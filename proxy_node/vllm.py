@@ -16,8 +16,11 @@ from proxy_node.wire import (
     read_metrics,
 )
 from shared.errors import ConfigError
-from shared.rpc.messages import SubmitRequest
+from shared.rpc.messages import SubmitRequest, unpack_ids
 
+# Limits of vLLM's model runner V2, whose engine dies if a request exceeds them. With `min_tokens`, it takes 128 stop
+# tokens. vLLM adds the model's end tokens to those of the request, and the tokenizer's end token, which may be another.
+MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS = 1024, 127
 NEEDS = "Baton needs a vLLM server of version 0.19 or newer"
 
 
@@ -58,9 +61,21 @@ class VllmEngine(EngineClient):
     def generate(
         self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
     ) -> AsyncIterator[EngineOutput]:
+        self.check(submit)
         body = completion_body(submit, tokens, self.model, params)
         reader = EventReader(len(tokens), body["max_tokens"], self.vocab_size, body["logprobs"] or 0)
         return self.stream("/v1/completions", submit, body, reader)
+
+    def check(self, submit: SubmitRequest) -> None:
+        super().check(submit)
+        if (count := len(set(unpack_ids(submit.sampling.allowed_tokens)))) > MAX_ALLOWED_TOKENS:
+            raise ValueError(f"allowed_token_ids: has {count} ids, but vLLM takes at most {MAX_ALLOWED_TOKENS}")
+        count = len(self.end_tokens.union(unpack_ids(submit.stop_tokens)))
+        if submit.min_tokens > 0 and count > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids: has {count} ids with the model's own, but with min_tokens vLLM takes at most "
+                f"{MAX_STOP_TOKENS}"
+            )
 
     def check_params(self, params: object) -> dict[str, Any]:
         return check_params(params)

@@ -53,10 +53,8 @@ def completion_body(
 ) -> dict[str, Any]:
     """Return the body of the request that continues `tokens`, the prompt and the tokens generated so far.
 
-    `params` are the parameters of the KV connector, if any. Raises ValueError, which names the field, if an engine
-    cannot take the request.
+    `params` are the parameters of the KV connector, if any.
     """
-    check_supported(submit)
     sampling, done = submit.sampling, len(tokens) - submit.num_prompt
     # Send all sampling parameters, because the model may have other defaults.
     body: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}
@@ -77,7 +75,7 @@ def completion_body(
     if sampling.temperature > 0:
         body["seed"] = sampling.seed % 2**63
     if sampling.allowed_tokens:
-        body["allowed_token_ids"] = unpack_ids(sampling.allowed_tokens)
+        body["allowed_token_ids"] = sorted(set(unpack_ids(sampling.allowed_tokens)))
     if salt := cache_salt(submit):
         body["cache_salt"] = salt
     return body

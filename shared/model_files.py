@@ -90,6 +90,19 @@ def read_limits(directory: Path) -> tuple[int, int]:
     return positions, _count(config, "vocab_size", directory)
 
 
+def read_end_tokens(directory: Path) -> frozenset[int]:
+    """Return the end tokens of the model's generation_config.json and config.json. After fine-tuning for chat, only one
+    of the files may have the token that ends a turn. Raises ConfigError for invalid files."""
+    file = directory / "generation_config.json"
+    generation = read_object(file) if file.exists() else {}
+    config, (_, vocab_size) = text_values(read_object(directory / "config.json")), read_limits(directory)
+    found = [generation.get("eos_token_id"), config.get("eos_token_id")]
+    ids = [each for some in found if some is not None for each in (some if isinstance(some, list) else [some])]
+    if not all(type(identity) is int and 0 <= identity < vocab_size for identity in ids):
+        raise ConfigError(f"{directory}: eos_token_id must be a token id below {vocab_size}, or a list of such ids")
+    return frozenset(ids)
+
+
 def _count(config: dict[str, Any], key: str, directory: Path) -> int:
     value = config.get(key)
     if type(value) is not int or not 0 < value <= MAX_COUNT:

@@ -47,11 +47,17 @@ def test_an_unmodified_router_serves_engines(served: tuple[Cluster, Engines]) ->
 
 def test_what_an_engine_cannot_do_is_a_400_that_says_so(served: tuple[Cluster, Engines]) -> None:
     running, _ = served
-    for field in ({"prompt_logprobs": 1}, {"response_format": {"type": "json_object"}}, {"bad_words": ["x"]}):
+    stops = {"stop_token_ids": list(range(10, 137)), "ignore_eos": True, "min_tokens": 1}
+    for field, words in (
+        ({"prompt_logprobs": 1}, "SGLang servers"),
+        ({"response_format": {"type": "json_object"}}, "SGLang servers"),
+        ({"bad_words": ["x"]}, "SGLang servers"),
+        (stops, "stop_token_ids: has 128 ids with the model's own"),
+    ):
         with pytest.raises(urllib.error.HTTPError) as failure:
             running.post("/v1/completions", completion(running.model, [5, 6], 5, **field))
         assert failure.value.code == 400
-        assert "SGLang servers" in json.load(failure.value)["error"]["message"]
+        assert words in json.load(failure.value)["error"]["message"]
 
 
 def test_a_client_that_leaves_stops_the_engine(served: tuple[Cluster, Engines]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy_node.vllm import VllmEngine
 from proxy_node.wire import EngineFailure, EventReader, completion_body, read_metrics
 from shared.rpc.messages import Logprobs, Media, SamplingParams, SubmitRequest, pack_ids
 
@@ -44,11 +45,23 @@ def test_a_retried_request_asks_for_the_rest_of_its_tokens() -> None:
         ({"sampling": SamplingParams(prompt_logprobs=0)}, "prompt_logprobs"),
         ({"sampling": SamplingParams(bad_words=[pack_ids([4])])}, "bad_words"),
         ({"sampling": SamplingParams(pooling="last")}, "embeddings"),
+        ({"sampling": SamplingParams(allowed_tokens=pack_ids(range(1025)))}, "allowed_token_ids: has 1025 ids.* 1024"),
+        ({"stop_tokens": pack_ids(range(10, 136)), "min_tokens": 1}, "stop_token_ids: has 128 ids.* at most 127"),
     ],
 )
 def test_a_request_that_an_engine_cannot_take_is_refused_by_name(field: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        completion_body(submission([5], 1, **field), [5], "m")
+    engine = VllmEngine("", "", 2048, end_tokens=frozenset({1, 2}))
+    for refuse in (engine.check, lambda submit: engine.generate(submit, [5])):
+        with pytest.raises(ValueError, match=name):
+            refuse(submission([5], 1, **field))
+
+
+def test_the_limits_of_vllm_do_not_count_an_id_twice() -> None:
+    sampling = SamplingParams(allowed_tokens=pack_ids([*range(1024), *range(1024)]))
+    engine = VllmEngine("", "", 2048, end_tokens=frozenset({1, 2}))
+    engine.check(submission([5], 1, sampling=sampling, stop_tokens=pack_ids([1, 2, *range(10, 135)]), min_tokens=1))
+    engine.check(submission([5], 1, stop_tokens=pack_ids(range(1000)), min_tokens=0))
+    assert completion_body(submission([5], 1, sampling=sampling), [5], "m")["allowed_token_ids"] == [*range(1024)]
 
 
 @given(st.data())

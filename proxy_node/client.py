@@ -141,13 +141,14 @@ class EngineClient:
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
-    async def is_gone(self) -> bool:
-        """Return whether the server refuses connections or reports a dead engine. A slow server is not gone."""
+    async def is_gone(self) -> bool | None:
+        """Return whether the server refuses connections or reports a dead engine, or None if it does not say so in
+        time. A slow server is not gone, but its engine may have died."""
         try:
             async with asyncio.timeout(HEALTH_S), self._session.get(f"{self.url}/health", allow_redirects=False) as got:
-                return got.status == 503
+                return got.status == 503 if got.status in {200, 503} else None
         except TimeoutError:
-            return False
+            return None
         except (aiohttp.ClientError, OSError):
             return True
 

@@ -162,11 +162,14 @@ class ProxyNode:
             await asyncio.sleep(self._heartbeat_s)
 
     async def _is_lost(self, failure: EngineFailure) -> bool:
-        """Return whether the engine is lost. This is checked before a failure is attributed to a request or a node."""
-        if failure.is_garbage:
-            self._health.malformed(self._now())
-        elif failure.is_suspicious and await self._engine.is_gone():
+        """Return whether the engine is lost. This is checked before a failure is attributed to a request or a node. If
+        the engine may be dead, let another node retry the request."""
+        is_gone = await self._engine.is_gone() if failure.is_suspicious and not failure.is_garbage else False
+        failure.retry |= is_gone is None
+        if is_gone:
             self._health.lost(f"{failure}")
+        elif failure.is_garbage:
+            self._health.malformed(self._now())
         elif failure.is_refusal:
             self._health.refused(self._now())
         if reason := self._health.failure:

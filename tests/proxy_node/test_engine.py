@@ -206,9 +206,9 @@ async def test_a_slow_engine_is_not_gone_and_a_dead_one_is() -> None:
         url = await stack.enter_async_context(stub.serve())
         engine = VllmEngine(url, "", VOCABULARY)
         await stack.enter_async_context(engine.open())
-        assert not await engine.is_gone()
+        assert await engine.is_gone() is None
         stub.set({"metrics_s": 0.0})
-        assert not await engine.is_gone()
+        assert await engine.is_gone() is False
         stub.set({"is_unhealthy": True})
         assert await engine.is_gone()
     async with (dead := VllmEngine(url, "", VOCABULARY)).open():

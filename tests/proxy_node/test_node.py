@@ -57,6 +57,14 @@ async def test_a_healthy_engine_that_fails_a_request_fails_only_this_one(fault: 
         assert not here.node.lost.done()
 
 
+async def test_a_failed_request_is_retried_if_the_engine_may_be_dead() -> None:
+    async with running(error_event=1) as here:
+        here.stub.set({"metrics_s": 30.0, "is_unhealthy": True})
+        here.line.submit(submission("a", PROMPT, 20))
+        await here.until(here.line.errors)
+        assert [retry for _, retry in here.line.errors()] == [True]
+
+
 async def test_an_abort_closes_the_connection_and_another_router_cannot_abort() -> None:
     async with running(token_s=0.01) as here:
         here.line.submit(submission("a", PROMPT, 5000))

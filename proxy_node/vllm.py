@@ -40,6 +40,9 @@ class VllmEngine(EngineClient):
         try:
             cache = metrics.cache
             block_tokens, num_blocks = int(cache["block_size"]), int(cache["num_gpu_blocks"])
+            # With several KV groups or context parallelism, a token needs more or less than its share of one block.
+            if (num_tokens := cache.get("kv_cache_size_tokens", "")).isdigit():
+                num_blocks = int(num_tokens) // block_tokens + 1
             size = cache.get("kv_cache_memory_bytes", "")
             block_bytes = max(1, int(size) // num_blocks) if size.isdigit() else 1
         except (KeyError, ValueError):

@@ -16,7 +16,7 @@ from shared.errors import ConfigError
 from shared.lifecycle import wait_until
 from shared.rpc.messages import SamplingParams, SubmitRequest, pack_ids
 from tests.proxy_node.vllm import VLLM, vllm_server
-from tests.proxy_node.vllm_stub import VOCABULARY, VllmStub, answer
+from tests.proxy_node.vllm_stub import NUM_BLOCKS, VOCABULARY, VllmStub, answer
 
 PROMPT = list(range(40, 80))
 KINDS = ["stub", pytest.param("vllm", marks=[pytest.mark.exhaustive, pytest.mark.skipif(not VLLM, reason="no vLLM")])]
@@ -72,6 +72,13 @@ async def test_an_engine_describes_itself_and_answers_token_ids(server: str) -> 
         assert rest == whole[12:], "a retry continues with the same tokens"
         metrics = await engine.metrics()
         assert metrics.values["iteration_tokens_total_count"] > 0
+
+
+async def test_the_capacity_is_the_number_of_tokens_that_fit() -> None:
+    async with engine_at("") as (engine, stub):
+        for capacity, num_blocks in (("2097152", 131_073), ("1007", 63), ("None", NUM_BLOCKS)):
+            stub.set({"capacity": capacity})
+            assert (await engine.describe()).num_blocks == num_blocks
 
 
 async def test_a_stop_token_is_the_last_one(server: str) -> None:

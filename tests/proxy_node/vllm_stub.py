@@ -44,6 +44,7 @@ KNOBS: dict[str, Any] = {
     "is_stalled": False,  # True: streams stay open and are silent
     "is_unhealthy": False,
     "connector": "",  # or "nixl"
+    "capacity": str(BLOCK_TOKENS * NUM_BLOCKS),  # in tokens, as /metrics reports it
     "block_size": BLOCK_TOKENS,  # the size that /metrics reports; the server itself always uses BLOCK_TOKENS
     "caches": True,  # False: the server keeps no prompts in its prefix cache
     "ignores_salts": False,
@@ -153,6 +154,7 @@ class VllmStub:
             .replace("{read}", str(self.num_read))
             .replace("{expired}", str(len(self.leases) - self.num_kept))
             .replace("{block_size}", str(self.knobs["block_size"]))
+            .replace('kv_cache_size_tokens="65536"', f'kv_cache_size_tokens="{self.knobs["capacity"]}"')
             for number in range(self.knobs["engines"])
         )
         return web.Response(text=text, content_type="text/plain")

@@ -15,7 +15,7 @@ from node.probes import NodeProbes
 from node.router_sessions import FLUSH_S
 from proxy_node.client import EngineClient, EngineFacts, read_key
 from proxy_node.node import ProxyNode
-from proxy_node.probe import connector, resumes
+from proxy_node.probe import connector, deadline, resumes
 from proxy_node.sglang import SglangEngine
 from proxy_node.vllm import VllmEngine
 from proxy_node.wire import EngineFailure
@@ -113,16 +113,8 @@ class ProxyProcess:
         reported_at, now = 0.0, asyncio.get_running_loop().time
         while True:
             try:
-                facts = await self.engine.describe()
-                self._check(facts)
-                found = await connector(self.engine) if facts.connector is None else facts.connector
-                if self.settings.role == "prefill" and not found:
-                    needs = NEEDS_CONNECTOR if facts.kind == "vllm" else "start it with --disaggregation-mode prefill"
-                    raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {needs}")
-                resumed = await resumes(self.engine, facts.resumes)
-                if self.steps is not None and self.steps.latest is None:
-                    log.warning("no step was reported to --steps-socket; see docs/engines.md#step-records")
-                return self._info(facts, found, resumed)
+                async with deadline():
+                    return await self._probe()
             except (ConfigError, EngineFailure) as error:
                 if is_first and isinstance(error, ConfigError):
                     raise
@@ -130,6 +122,19 @@ class ProxyProcess:
                     reported_at = now()
                     log.warning("waiting for the engine at %s: %s", self.engine.url, error)
             await asyncio.sleep(RETRY_S)
+
+    async def _probe(self) -> NodeInfo:
+        """Ask the engine for a few answers, and return the description of its node."""
+        facts = await self.engine.describe()
+        self._check(facts)
+        found = await connector(self.engine) if facts.connector is None else facts.connector
+        if self.settings.role == "prefill" and not found:
+            needs = NEEDS_CONNECTOR if facts.kind == "vllm" else "start it with --disaggregation-mode prefill"
+            raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {needs}")
+        resumed = await resumes(self.engine, facts.resumes)
+        if self.steps is not None and self.steps.latest is None:
+            log.warning("no step was reported to --steps-socket; see docs/engines.md#step-records")
+        return self._info(facts, found, resumed)
 
     def _check(self, facts: EngineFacts) -> None:
         """Refuse an engine that has another role, or whose maximum length is below the router's.

@@ -5,6 +5,10 @@ When an engine computes logprobs for the first time, it compiles code, which tak
 therefore requests logprobs, so that no client has to wait for the compilation.
 """
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from proxy_node.client import EngineClient
 from proxy_node.connectors import NIXL
 from proxy_node.vllm import NEEDS
@@ -13,6 +17,21 @@ from shared.errors import ConfigError
 
 LENGTH, RESUMED = 16, 8  # an answer has LENGTH tokens; the probe resumes it after its first RESUMED tokens
 SAMPLED = {"temperature": 2.0, "seed": 20_477}
+PROBE_S = 180.0
+
+
+@asynccontextmanager
+async def deadline() -> AsyncIterator[None]:
+    """Raise EngineFailure if the code in the `with` block takes longer than PROBE_S.
+
+    Requests for tokens have no timeout of their own. A server that has just been restarted may accept them and not
+    answer.
+    """
+    try:
+        async with asyncio.timeout(PROBE_S):
+            yield
+    except TimeoutError:
+        raise EngineFailure(f"no answer within {PROBE_S:g} s") from None
 
 
 async def resumes(engine: EngineClient, known: str = "") -> str:

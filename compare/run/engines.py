@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compare.endpoint import EndpointError
+from proxy_node.probe import deadline
 from proxy_node.vllm import VllmEngine
 from proxy_node.wire import EngineFailure, probe_request
 from shared.errors import ConfigError
@@ -35,7 +36,7 @@ class EngineMeter:
     async def _read(self, url: str) -> Mapping[str, float]:
         engine = VllmEngine(url, self.key, self.vocab_size)
         try:
-            async with engine.open():
+            async with engine.open(), deadline():
                 await engine.describe()
                 await engine.collect(probe_request([0], 2, temperature=0.0), [0])  # an idle server updates no counters
                 return (await engine.metrics()).values

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from compare.run.engines import BYTES, COMPUTED, READ, check_moved
+from compare.endpoint import EndpointError
+from compare.run.engines import BYTES, COMPUTED, READ, EngineMeter, check_moved
+from proxy_node import probe
 from tests.cluster.comparisons import report_in, start
 from tests.cluster.harness import DEMO, wait_for
 from tests.proxy_node.clusters import Engines
+from tests.proxy_node.vllm_stub import VOCABULARY, VllmStub
 
 EXPIRED = "nixl_num_kv_expired_reqs_total"
 
@@ -36,6 +39,13 @@ def test_counters_of_servers_prove_that_kv_moved(
     problems = check_moved(before, after, 1, 10, splits=splits)
     assert len(problems) == bool(problem)
     assert problem in "".join(problems)
+
+
+async def test_a_server_that_does_not_answer_ends_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PROBE_S", 0.2)
+    async with VllmStub(is_stalled=True).serve() as url:
+        with pytest.raises(EndpointError, match="no answer within"):
+            await EngineMeter((url,), "", VOCABULARY).read()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import secrets
 import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from node.engine_steps import StepSocket
@@ -78,6 +78,10 @@ class ProxyProcess:
     max_model_len: int  # the router's limit
     steps: StepSocket | None = None
     node: ProxyNode | None = None  # None while the engine does not answer
+    role: str = field(init=False)  # of the next incarnation; a router may have changed that of the settings
+
+    def __post_init__(self) -> None:
+        self.role = self.settings.role
 
     async def serve(self, lifetime: ProcessLifetime) -> int:
         async with self.engine.open(), AsyncExitStack() as cleanup:
@@ -128,7 +132,7 @@ class ProxyProcess:
         facts = await self.engine.describe()
         self._check(facts)
         found = await connector(self.engine) if facts.connector is None else facts.connector
-        if self.settings.role == "prefill" and not found:
+        if self.role == "prefill" and not found:
             needs = NEEDS_CONNECTOR if facts.kind == "vllm" else "start it with --disaggregation-mode prefill"
             raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {needs}")
         resumed = await resumes(self.engine, facts.resumes)
@@ -141,7 +145,7 @@ class ProxyProcess:
 
         An engine with a smaller maximum length would silently cut answers.
         """
-        role = self.settings.role
+        role = self.role
         if facts.role not in {"", role}:
             raise ConfigError(
                 f"--role {role}: the server at {self.engine.url} runs with --disaggregation-mode {facts.role}; "
@@ -159,7 +163,7 @@ class ProxyProcess:
         return NodeInfo(
             id=settings.id or default_id(settings.role),
             incarnation_id=secrets.token_hex(16),
-            role=settings.role,
+            role=self.role,
             address="",
             model=facts.model,
             fingerprint=facts.fingerprint(found),
@@ -203,6 +207,7 @@ class ProxyProcess:
                 log.error("the engine at %s is lost: %s", self.engine.url, reason)
                 await node.sessions.flush()
                 await asyncio.sleep(FLUSH_S)
+                self.role = node.info.role
                 return True
             if moved := await node.end(settings.drain_timeout_s):
                 log.warning("%d requests did not end within %g s: they are retried", moved, settings.drain_timeout_s)

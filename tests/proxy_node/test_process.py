@@ -13,6 +13,7 @@ from proxy_node.__main__ import ProxyProcess
 from proxy_node.vllm import VllmEngine
 from shared.config.settings import ProxySettings
 from shared.lifecycle import wait_until
+from shared.rpc.messages import SetRoleRequest
 from tests.cluster.harness import DEMO, free_port
 from tests.proxy_node.vllm_stub import VOCABULARY, VllmStub
 
@@ -47,3 +48,16 @@ async def test_a_probe_without_an_answer_is_logged_and_repeated(
         monkeypatch.setattr(probe, "PROBE_S", WAIT_S)
         stub.set({"is_stalled": False})
         assert await wait_until(lambda: process.node is not None, WAIT_S)
+
+
+async def test_a_changed_role_outlasts_the_loss_of_the_engine() -> None:
+    stub = VllmStub(connector="nixl")
+    async with process_of(stub) as process:
+        assert await wait_until(lambda: process.node is not None, WAIT_S)
+        assert (node := process.node) is not None
+        assert not (await node.set_role(SetRoleRequest("prefill", 1.0))).error
+        assert await wait_until(lambda: node.stats().steps > 0, WAIT_S)
+        stub.steps = 0  # as after a restart
+        assert await wait_until(lambda: process.node not in {None, node}, WAIT_S)
+        assert process.node is not None
+        assert process.node.info.role == "prefill"

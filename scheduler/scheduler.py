@@ -408,7 +408,8 @@ class Scheduler:
 
         Return None and change nothing if scheduling with slices might give another result. Reasons are too few free
         blocks, drafts, several groups of layers, and a policy that does not mix steps or schedules prompts first.
-        Another reason is a running request that is in a step in flight or sends its KV.
+        Other reasons are a running request that is in a step in flight or sends its KV, and one that computes the last
+        token of its prompt: its first token needs an output.
         """
         if self.speculation or not self.policy.mixed or self.policy.prompts_first or not self.geometry.is_uniform:
             return None
@@ -419,6 +420,8 @@ class Scheduler:
                 return None
             start = request.num_scheduled
             if len(request.tokens) - start == 1:
+                if request.num_generated == 0:
+                    return None
                 decodes.append(request)
                 context += start + 1
                 if start == len(request.tables[0]) * size:
@@ -456,12 +459,15 @@ class Scheduler:
     def num_decode_only(self, most: int) -> int:
         """Return how many of the next steps only decode each running request once, if no command arrives.
 
-        The result is at most `most`. It is 0 if the next step may differ, with drafts or with several groups of layers.
+        The result is at most `most`. It is 0 if the next step may differ or samples the first token of a request, with
+        drafts or with several groups of layers.
         """
         if not self.running or self.speculation or not self.geometry.is_uniform or not self._is_closed():
             return 0
         for request in self.running:
             if request.send_kv or request.num_in_flight or len(request.tokens) - request.num_scheduled != 1:
+                return 0
+            if request.num_generated == 0:
                 return 0
             most = min(most, request.max_tokens + request.num_prompt - len(request.tokens))
         enough = len(self.running) * (1 + most // self.block_tokens) * self.geometry.block_rows

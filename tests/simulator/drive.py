@@ -74,14 +74,15 @@ def work(draw: st.DrawFn) -> Work:
 
 @dataclass
 class Run:
-    """One run of a node. As the node's listener, it records the members of each step and the time at which each request
-    ends."""
+    """One run of a node. As the node's listener, it records the members of each step, and the times at which each
+    request samples its first token and ends."""
 
     work: Work
     skips: bool
     quantiles: Sequence[float] = (1.0,)
     members: list[Members] = field(default_factory=list)
     ended: list[tuple[float, str]] = field(default_factory=list)
+    firsts: list[tuple[float, str]] = field(default_factory=list)
     reports: list[NodeStats] = field(default_factory=list)
     num_skipped: int = 0
     num_gathered: int = 0
@@ -137,6 +138,8 @@ class Run:
             if output.request.state is RequestState.SENDING_KV:
                 command = lambda scheduler, request=output.request: scheduler.abort(request)  # noqa: E731
                 self.events.at(self.events.now + self.work.delay_s, node.post, command)
+        new = [output.request for output in outputs if output.tokens]
+        self.firsts += [(self.events.now, request.id) for request in new if request.num_generated == 1]
         self.on_ended(node, [output for output in outputs if output.finish])
 
     def on_stretch(self, node: SimulatedNode, steps: Stretch) -> None:

@@ -1,13 +1,14 @@
 """Test simulated clusters: results do not depend on skipping, times add up, and nothing is left after a run."""
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 
 from engine.emulation import Residuals
 from scheduler.cost import StepWork
-from simulator.cluster import TIMEOUT, ClusterPlan
+from simulator.cluster import TIMEOUT, ClusterPlan, SimulatedCluster
 from simulator.routed import SimulatedRequest
 from tests.simulator.clusters import COST, DEVICE, TIMES, cluster_plan, request, serve, traffic
 
@@ -41,6 +42,26 @@ def test_skipping_decodes_changes_no_placement_and_no_time(plan: ClusterPlan) ->
     (placed, times), (other_placed, other_times) = results
     assert placed == other_placed
     assert np.concatenate(times) == pytest.approx(np.concatenate(other_times), abs=1e-9)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_skipping_decodes_changes_nothing_if_chunks_leave_one_token(num_nodes: int) -> None:
+    plan, results = cluster_plan(0, num_nodes, max_num_batched_tokens=64, max_num_seqs=16), []
+    for skips in (False, True):
+        random = Random(num_nodes)
+        requests = [request(n, n / 40, range(n, n + 1 + 64 * random.randrange(1, 9)), 80) for n in range(60)]
+        ends = serve(plan, requests, skips=skips).ends()
+        results.append([each.token_s(TIMES.answer_s, ends) for each in requests])
+    assert np.array(results[1]) == pytest.approx(np.array(results[0]), abs=1e-9)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_router_learns_that_a_prompt_is_computed_if_a_chunk_leaves_one_token(skips: bool) -> None:
+    cluster = SimulatedCluster(cluster_plan(0, 1, max_num_batched_tokens=64), skips=skips)
+    cluster.begin([request(0, 0.0, range(65), 500)])
+    cluster.events.run(0.5)
+    assert cluster.num_open == 1
+    assert (cluster.nodes[0].load.outstanding_tokens, cluster.queue.pending_prefills) == (0, 0)
 
 
 def test_the_times_of_a_colocated_request_add_up() -> None:

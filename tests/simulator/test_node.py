@@ -19,6 +19,7 @@ def test_skipping_decodes_changes_no_step_no_time_and_no_report(work: Work) -> N
     stepped, skipped = Run(work, skips=False).run(), Run(work, skips=True).run()
     assert skipped.members == stepped.members
     assert skipped.ended == stepped.ended
+    assert skipped.firsts == stepped.firsts
     assert [astuple(report) for report in skipped.reports] == [astuple(report) for report in stepped.reports]
     ends = [run.node.times.ends(run.node.log) for run in (stepped, skipped)]
     assert ends[0] == ends[1]

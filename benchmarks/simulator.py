@@ -32,7 +32,7 @@ def simulate(arm: str, node_rate: float, count: int) -> Figures:
     """Simulate one run. Return requests per CPU second, CPU seconds, peak MiB and steps. Runs in a separate process."""
     simulations = prepare(PlanOptions(preset="chat"))
     plan = simulations.plan(arm)
-    requests = simulations.requests(plan.block_tokens, node_rate * (plan.prefill + plan.decode), 1, count)
+    requests = simulations.requests(plan, node_rate * (plan.prefill + plan.decode), 1, count)
     cluster = SimulatedCluster(plan)
     began = time.process_time()
     cluster.run(requests)

@@ -4,22 +4,22 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import inf
+from math import inf, nan
 from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compare.arms import Arm, parse_arm, parse_settings
-from compare.load.outcome import LatencySlo
+from compare.load.outcome import LatencySlo, Outcome
 from compare.load.traces import TraceRow, read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource, scaled
 from compare.main import context_limit
 from compare.options import CompareOptions
 from compare.planning.options import PlanOptions
 from compare.playground.interactive import interpolated
-from compare.run.simulated import UNLIMITED, cluster_plan, outcomes_of
-from compare.stats.measures import miss_causes
+from compare.run.simulated import UNLIMITED, cluster_plan, outcome_of, outcomes_of
+from compare.stats.measures import miss_causes, misses, ttft_s
 from dashboard.history import RequestHistory
 from engine.emulation import Emulation, load_emulation
 from scheduler.cost import StepWork
@@ -62,10 +62,12 @@ class Run:
 
     ttft_ms: Latencies
     tbt_ms: Latencies  # for each request, the 99th percentile of the times between its tokens
+    own: Latencies | float = nan  # for each request, whether it met its own SLO; NaN if it has none
 
     def attainment(self, slo: LatencySlo) -> float:
-        """Return the share of requests that met the SLO."""
-        return float(((self.ttft_ms <= slo.ttft_ms) & (self.tbt_ms <= slo.tbt_ms)).mean())
+        """Return the share of requests that met their own SLO or, if they have none, `slo`."""
+        is_met = (self.ttft_ms <= slo.ttft_ms) & (self.tbt_ms <= slo.tbt_ms)
+        return float(np.where(np.isnan(self.own), is_met, self.own).mean())
 
 
 class Simulations:
@@ -86,23 +88,31 @@ class Simulations:
     def run(self, arm: str, rate: float, seed: int, count: int, lengths: Lengths = SAME) -> Run:
         """Simulate the first `count` requests of the traffic with this seed, at `rate` requests/s."""
         plan = self.plan(arm)
-        requests = self.requests(plan.block_tokens, rate, seed, count, lengths)
+        requests = self.requests(plan, rate, seed, count, lengths)
         cluster = SimulatedCluster(plan, seed=seed)
         cluster.run(requests)
-        ends, answer_s = cluster.ends(), cluster.times.answer_s
-        times = [
-            (inf, inf) if each.error else _latencies(each.at_s, each.token_s(answer_s, ends))
-            for each in requests[len(requests) // 2 :]
+        ends, answer_s, half = cluster.ends(), cluster.times.answer_s, len(requests) // 2
+        judged = [
+            _judged(outcome_of(0, request, request.token_s(answer_s, ends), slo))
+            for request, slo in zip(requests[half:], self.slos(seed, count)[half:], strict=True)
         ]
-        return Run(*np.array(times).T * 1000)
+        ttft_s, tbt_s, own = np.array(judged).T
+        return Run(ttft_s * 1000, tbt_s * 1000, own)
+
+    def slos(self, seed: int, count: int) -> list[LatencySlo | None]:
+        """Return the SLOs that the first `count` rows of the traffic have of their own."""
+        return [row.slo for row in self.rows(seed)[:count]]
 
     def requests(
-        self, block_tokens: int, rate: float, seed: int, count: int, lengths: Lengths = SAME
+        self, plan: ClusterPlan, rate: float, seed: int, count: int, lengths: Lengths = SAME
     ) -> list[SimulatedRequest]:
-        """Return the first `count` requests of the traffic with this seed, at `rate` requests/s."""
+        """Return the first `count` requests of the traffic with this seed, at `rate` requests/s. No requests have the
+        same blocks if the plan's nodes do not cache prefixes."""
+        shares = plan.computing.enable_prefix_caching
         rows = [scaled(row, *lengths) for row in self.rows(seed)[:count]]
-        hashes = self._hashes(seed, block_tokens, lengths)
-        hashes += [list(block_names(rows[each], each, block_tokens)) for each in range(len(hashes), len(rows))]
+        hashes = self._hashes(seed, plan.block_tokens, lengths, shares)
+        for index in range(len(hashes), len(rows)):
+            hashes.append(list(block_names(rows[index], index, plan.block_tokens, shares=shares)))
         return [
             SimulatedRequest(f"r{index}", row.at_s * REFERENCE_RATE / rate, row.prompt_len, row.max_tokens, names)
             for index, (row, names) in enumerate(zip(rows, hashes, strict=False))
@@ -162,9 +172,9 @@ def miss_counts(simulations: Simulations, arm: str, rate: float, count: int, slo
     plan = simulations.plan(arm)
     history = RequestHistory(now=lambda: round(1e9 * cluster.events.now), limits=UNLIMITED)
     cluster = RecordedCluster(plan, history, epoch_ns=0)
-    requests = simulations.requests(plan.block_tokens, rate, 0, count)
+    requests = simulations.requests(plan, rate, 0, count)
     cluster.run(requests)
-    outcomes = outcomes_of(cluster, requests)[len(requests) // 2 :]
+    outcomes = outcomes_of(cluster, requests, simulations.slos(0, count))[len(requests) // 2 :]
     summaries = {outcome.id: history.summary(outcome.id) or {} for outcome in outcomes}
     return miss_causes(outcomes, summaries, slo)
 
@@ -210,17 +220,17 @@ def prepare(options: PlanOptions) -> Simulations:
     return simulations
 
 
-def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]:
+def block_names(row: TraceRow, index: int, block_tokens: int, *, shares: bool = True) -> Iterator[bytes]:
     """Yield a name for each full block of a row's prompt. Two blocks have the same name if their prompts have the same
-    tokens up to the ends of the blocks.
+    tokens up to the ends of the blocks, and if `shares` is set.
 
     Pieces with the same key have the same tokens at the same positions. `index` is the number of the row.
     """
-    if row.prompt is not None:
+    num_blocks = row.prompt_len // block_tokens
+    if shares and row.prompt is not None:
         yield from block_hashes(row.prompt, block_tokens, b"")
         return
-    num_blocks = row.prompt_len // block_tokens
-    if not any(key for key, _ in row.pieces):
+    if not shares or not any(key for key, _ in row.pieces):
         yield from (b"%d %d" % (index, number) for number in range(num_blocks))
         return
     name, position, place, offset = b"", 0, 0, 0  # `offset` is a position in `row.pieces[place]`
@@ -238,8 +248,10 @@ def block_names(row: TraceRow, index: int, block_tokens: int) -> Iterator[bytes]
         yield name
 
 
-def _latencies(at_s: float, token_s: Sequence[float]) -> tuple[float, float]:
-    """Return a request's TTFT, and the 99th percentile of its times between tokens."""
-    if len(token_s) < 2:
-        return token_s[0] - at_s, 0.0
-    return token_s[0] - at_s, interpolated(np.sort(np.diff(token_s)).tolist(), 0.99)
+def _judged(outcome: Outcome) -> tuple[float, float, float]:
+    """Return a request's TTFT, the 99th percentile of its times between tokens, and whether it met its own SLO (NaN if
+    it has none). The latencies of a failed request are infinite."""
+    own = nan if outcome.slo is None else float(not misses(outcome, outcome.slo))
+    if outcome.error:
+        return inf, inf, own
+    return ttft_s(outcome), interpolated(np.sort(np.diff(outcome.token_s)).tolist(), 0.99), own

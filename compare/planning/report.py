@@ -11,7 +11,7 @@ import typer
 
 from compare.load.outcome import LatencySlo
 from compare.load.traffic import spread
-from compare.planning.candidates import REFERENCE_RATE, SAME, Run, Simulations
+from compare.planning.candidates import SAME, Run, Simulations
 from compare.planning.deployment import compose_override, kustomize_component
 from compare.planning.options import PlanOptions
 from compare.planning.search import Measured, SearchResult
@@ -33,7 +33,7 @@ def document(options: PlanOptions, simulations: Simulations, result: SearchResul
     """Return the plan."""
     slo, found = slo_of(options), result.found
     ranking = rank(CAPACITY, paired_capacities({one.arm: one.points for one in found}, options.attainment))
-    requests = simulations.requests(64, REFERENCE_RATE, 0, SHOWN)
+    rows = simulations.rows(0)[:SHOWN]
     cells, lengths = winners(result.varied, slo, options.attainment), winners_by_lengths(result, simulations)
     return {
         "schema": SCHEMA,
@@ -42,8 +42,8 @@ def document(options: PlanOptions, simulations: Simulations, result: SearchResul
         "slo": asdict(slo) | {"attainment": options.attainment},
         "traffic": {
             "name": str(options.trace or options.preset or "chat"),
-            "prompt_tokens": spread([each.num_prompt for each in requests]),
-            "output_tokens": spread([each.max_tokens for each in requests]),
+            "prompt_tokens": spread([row.prompt_len for row in rows]),
+            "output_tokens": spread([row.max_tokens for row in rows]),
         },
         "finalists": [_finalist(one, options, simulations, result.causes.get(one.arm, {})) for one in found],
         "candidates": [

@@ -41,26 +41,28 @@ def outcomes_of(
     cluster: SimulatedCluster, requests: Sequence[SimulatedRequest], slos: Iterable[LatencySlo | None] = repeat(None)
 ) -> list[Outcome]:
     """Return the outcomes that the clients of a simulated cluster saw, after its run."""
-    ends, found = cluster.ends(), []
-    for index, (request, slo) in enumerate(zip(requests, slos, strict=False)):
-        token_s = request.token_s(cluster.times.answer_s, ends)
-        found.append(
-            Outcome(
-                index,
-                request.id,
-                request.at_s,
-                sent_s=request.at_s,
-                first_byte_s=token_s[0] if token_s else None,
-                token_s=token_s,
-                finish="" if request.error else "length",
-                error=request.error,
-                prompt_tokens=request.num_prompt,
-                max_tokens=request.max_tokens,
-                ended_s=request.finish_s,
-                slo=slo,
-            )
-        )
-    return found
+    ends, answer_s = cluster.ends(), cluster.times.answer_s
+    return [
+        outcome_of(index, request, request.token_s(answer_s, ends), slo)
+        for index, (request, slo) in enumerate(zip(requests, slos, strict=False))
+    ]
+
+
+def outcome_of(index: int, request: SimulatedRequest, token_s: list[float], slo: LatencySlo | None) -> Outcome:
+    return Outcome(
+        index,
+        request.id,
+        request.at_s,
+        sent_s=request.at_s,
+        first_byte_s=token_s[0] if token_s else None,
+        token_s=token_s,
+        finish="" if request.error else "length",
+        error=request.error,
+        prompt_tokens=request.num_prompt,
+        max_tokens=request.max_tokens,
+        ended_s=request.finish_s,
+        slo=slo,
+    )
 
 
 class SimulatedEndpoint(Endpoint):

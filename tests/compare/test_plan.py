@@ -10,7 +10,7 @@ import pytest
 from cluster.cli import main
 from compare.arms import parse_arm
 from compare.load.outcome import LatencySlo
-from compare.planning.candidates import Run, Simulations, prepare
+from compare.planning.candidates import Run, Simulations, miss_counts, prepare
 from compare.planning.deployment import compose_override
 from compare.planning.main import run_plan
 from compare.planning.options import PlanOptions
@@ -115,9 +115,35 @@ def test_a_run_is_repeatable_and_its_seeds_are_paired() -> None:
     first, again = (one.run(ONE, 4.0, 1, 150) for _ in range(2))
     assert np.array_equal(first.ttft_ms, again.ttft_ms)
     assert not np.array_equal(first.ttft_ms, one.run(ONE, 4.0, 2, 150).ttft_ms)
-    slow, fast = (one.requests(64, rate, 1, 150) for rate in (4.0, 8.0))
+    slow, fast = (one.requests(one.plan(ONE), rate, 1, 150) for rate in (4.0, 8.0))
     assert [each.num_prompt for each in slow] == [each.num_prompt for each in fast]
     assert [each.at_s for each in slow] == pytest.approx([2 * each.at_s for each in fast])
+
+
+def test_no_prompts_share_blocks_without_the_prefix_cache() -> None:
+    one = prepare(PlanOptions(preset="agentic"))
+    shared, own = (
+        [name for each in one.requests(one.plan(arm), 1.0, 0, 100) for name in each.hashes]
+        for arm in (ONE, f"{ONE}@enable_prefix_caching=false")
+    )
+    assert len(set(shared)) < len(shared) == len(own) == len(set(own))
+
+
+def test_the_slo_of_a_row_replaces_that_of_the_plan(tmp_path: Path) -> None:
+    rows = [{"t": n, "prompt_len": 800, "max_tokens": 50} for n in range(100)]
+    strict = [row | ({"slo": {"ttft_ms": 1}} if n % 2 else {}) for n, row in enumerate(rows)]
+    loose = [
+        row | {"slo": {"tbt_ms": 1, "tbt_of": "max"} if n % 2 else {"ttft_ms": 10**6}} for n, row in enumerate(rows)
+    ]
+    file, found = tmp_path / "trace.jsonl", []
+    for given in (rows, strict, loose):
+        file.write_text("\n".join(map(json.dumps, given)))
+        one = prepare(PlanOptions(trace=file))
+        runs = one.run(ONE, 2.0, 0, 100)
+        causes = [miss_counts(one, ONE, 2.0, 100, LatencySlo(ttft, 1000.0)) for ttft in (1000.0, 1.0)]
+        attainment = [runs.attainment(LatencySlo(ttft, 1000.0)) for ttft in (1000.0, 1.0)]
+        found.append((attainment, [sum(each.values()) for each in causes]))
+    assert found == [([1.0, 0.0], [0, 50]), ([0.5, 0.0], [25, 50]), ([0.5, 0.5], [25, 25])]
 
 
 def measured(arm: str, rates: list[float]) -> Measured:

@@ -1,6 +1,7 @@
 """A simulated cluster. Admission and placement are the real router's; nodes and transfer times are simulated."""
 
 import gc
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -93,6 +94,7 @@ class SimulatedCluster:
         self.routable = RoutableNodes(self.nodes[: plan.prefill], self.nodes[plan.prefill :])
         self.prefixes = PrefixIndex()
         self._waiting: dict[QueueEntry, SimulatedRequest] = {}
+        self._granted: deque[QueueEntry] = deque()  # entries to place; the first one is being placed
         self.num_open = 0  # requests that have not ended, including the next one to arrive
         self._timeout_s = inf
         infos = [[node.info for node in pool] for pool in (self.routable.prefill, self.routable.decode)]
@@ -209,8 +211,14 @@ class SimulatedCluster:
             self.events.at(request.at_s + self._timeout_s, self._time_out, request)
 
     def _start(self, granted: Iterable[QueueEntry]) -> None:
-        for entry in granted:
+        """Place the requests of these entries. A request that is then refused may free slots for further entries, which
+        the outermost call places."""
+        is_placing = bool(self._granted)
+        self._granted += granted
+        while self._granted and not is_placing:
+            entry = self._granted[0]
             self._place(self._waiting.pop(entry), entry)
+            self._granted.popleft()
 
     def _place(self, request: SimulatedRequest, entry: QueueEntry) -> None:
         hashes = request.hashes

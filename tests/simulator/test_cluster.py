@@ -122,3 +122,11 @@ def test_requests_that_cannot_be_served_end_with_an_error() -> None:
     strict = traffic(1, count=100, rate=300.0)
     serve(cluster_plan(0, 1, ttft_slo_ms=20.0), strict)
     assert outcomes(strict) == {"", "refused"}
+
+
+def test_many_queued_requests_are_refused_one_after_another() -> None:
+    plan = cluster_plan(0, 8, max_num_seqs=64, ttft_slo_ms=20.0, max_queue_s=600, max_queued_tokens=10**9)
+    running = [request(n, 0.0, [n], 1000) for n in range(600)]
+    refused = [request(n, 0.1, range(3000), 50) for n in range(600, 1600)]
+    serve(plan, running + refused)
+    assert outcomes(refused) == {"refused"}

@@ -66,6 +66,17 @@ class ClusterPlan:
         return self.computing.block_size or self.device.block_tokens
 
     @property
+    def num_blocks(self) -> int:
+        """The number of blocks of each node, with the dummy block."""
+        return self.computing.num_blocks or 1 + self.device.kv_tokens // self.block_tokens
+
+    @property
+    def kv_tokens(self) -> int:
+        """The length of the longest request that a node can hold."""
+        capacity = Geometry(self.block_tokens).capacity(self.num_blocks, self.computing.max_num_batched_tokens)
+        return capacity * self.block_tokens
+
+    @property
     def cost(self) -> CostModel:
         """The step-time model that nodes learn, which includes the time of the host."""
         device, times = self.device, self.device.times
@@ -110,8 +121,7 @@ class SimulatedCluster:
             settings.max_num_partial_prefills,
         )
         budget = budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
-        num_blocks = settings.num_blocks or 1 + device.kv_tokens // size
-        scheduler = Scheduler(limits, num_blocks, size, POLICIES[settings.policy], budget)
+        scheduler = Scheduler(limits, plan.num_blocks, size, POLICIES[settings.policy], budget)
         scheduler.cost = plan.cost
         times = StepTimes(
             device.cost, self.times.step_s, self.times.slice_s, device.residuals, device.prefill_residuals, seed
@@ -126,7 +136,7 @@ class SimulatedCluster:
             fingerprint="",
             block_tokens=size,
             block_bytes=size * device.kv_bytes_per_token,
-            num_blocks=1 + Geometry(size).capacity(num_blocks, settings.max_num_batched_tokens),
+            num_blocks=1 + plan.kv_tokens // size,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             attributes={

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import inf, nan
 from statistics import fmean
@@ -31,6 +31,8 @@ from simulator.routed import SimulatedRequest
 
 REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the arrival times are scaled
 MOST_REQUESTS = 20_000  # number of requests that are drawn for each seed; no run has more
+MOST = 1e9  # maximum value of a flag that is not a whole number
+LEAST_S = 1e-9  # minimum estimate of a prompt's or an answer's GPU time, because estimates are divided by it
 TYPICAL_BATCH = 64  # estimates assume at most this many decodes in a step
 DEFAULT_TRAFFIC = "chat"
 PLACES = ("live", "emulated")  # values of --validate
@@ -119,6 +121,11 @@ class Simulations:
         ]
 
     @cached_property
+    def kv_tokens(self) -> int:
+        """The length of the longest request that a node can hold."""
+        return self.plan("colocated:1").kv_tokens
+
+    @cached_property
     def mean_lengths(self) -> tuple[float, float]:
         """The mean numbers of tokens of a prompt and of an answer."""
         rows = self.rows(0)
@@ -133,14 +140,14 @@ class Simulations:
         an answer. They assume as many decodes in a step as the SLO allows, up to TYPICAL_BATCH."""
         prompt, answer = (mean * factor for mean, factor in zip(self.mean_lengths, lengths, strict=True))
         cost = self.device.cost
-        prompt_s = cost.per_token * prompt + cost.per_pair * prompt**2 / 2
+        prompt_s = max(LEAST_S, cost.per_token * prompt + cost.per_pair * prompt**2 / 2)
 
         def step_s(batch: int) -> float:
             work = StepWork(num_decodes=batch, decode_context=round(batch * (prompt + answer / 2)))
             return cost.seconds(work) + self.device.times.step_s + batch * self.device.times.slice_s
 
         batch = max((each for each in range(1, TYPICAL_BATCH + 1) if 1000 * step_s(each) <= slo.tbt_ms), default=1)
-        return prompt_s, answer * step_s(batch) / batch, answer * step_s(batch)
+        return prompt_s, max(LEAST_S, answer * step_s(batch) / batch), answer * step_s(batch)
 
     def first_rate(self, arm: str, slo: LatencySlo, lengths: Lengths = SAME) -> float:
         """Return an estimate of an arm's capacity in requests/s, from which the search starts."""
@@ -189,6 +196,10 @@ def prepare(options: PlanOptions) -> Simulations:
         raise ConfigError(f"--gpus {options.gpus}: there is nothing to split; give 2 or more")
     if options.validate and options.validate not in PLACES:
         raise ConfigError(f"--validate {options.validate}: must be {' or '.join(PLACES)}")
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if isinstance(value, float) and not value <= MOST:
+            raise ConfigError(f"--{each.name.replace('_', '-')} {value:g}: must be a number of at most {MOST:g}")
     try:
         device = load_emulation(options.cost)
     except ValueError as error:
@@ -212,11 +223,11 @@ def prepare(options: PlanOptions) -> Simulations:
         if limit_ms < step_ms:
             raise ConfigError(f"{flag} {limit_ms:g}: one step of {device.name} takes {step_ms:.1f} ms; give more")
     simulations = Simulations(source, device, options.set)
-    if (longest := simulations.longest()) > device.kv_tokens:
-        raise ConfigError(
-            f"a request has {longest:.0f} tokens, but the memory of {device.name} holds the KV of {device.kv_tokens}: "
-            f"give --scale-tokens {device.kv_tokens / longest * options.scale_tokens:.2g} or less"
-        )
+    if (longest := simulations.longest()) > (held := simulations.kv_tokens):
+        remedy = f"give --scale-tokens {held / longest * options.scale_tokens:.2g} or less"
+        if simulations.plan("colocated:1").computing.num_blocks:
+            remedy = "give a larger num_blocks"
+        raise ConfigError(f"a request has {longest:.0f} tokens, but a node holds the KV of {held}: {remedy}")
     return simulations
 
 

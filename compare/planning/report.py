@@ -45,7 +45,7 @@ def document(options: PlanOptions, simulations: Simulations, result: SearchResul
             "prompt_tokens": spread([row.prompt_len for row in rows]),
             "output_tokens": spread([row.max_tokens for row in rows]),
         },
-        "finalists": [_finalist(one, options, simulations, result.causes.get(one.arm, {})) for one in found],
+        "finalists": [finalist(one, options, simulations, result.causes.get(one.arm, {})) for one in found],
         "candidates": [
             {"arm": arm} | score._asdict()
             for arm, score in sorted(result.scores.items(), key=lambda item: item[1], reverse=True)
@@ -64,7 +64,8 @@ def slo_of(options: PlanOptions) -> LatencySlo:
     return LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms)
 
 
-def _finalist(one: Measured, options: PlanOptions, simulations: Simulations, causes: Mapping[str, int]) -> Document:
+def finalist(one: Measured, options: PlanOptions, simulations: Simulations, causes: Mapping[str, int]) -> Document:
+    """Return the plan's row of a finalist."""
     found = one.capacity
     values = [value for value in influences(balanced(one.points), options.attainment).values() if value is not None]
     interval = student(values) if values else None
@@ -86,14 +87,14 @@ def _finalist(one: Measured, options: PlanOptions, simulations: Simulations, cau
 
 
 def _latencies(runs: Sequence[Run]) -> Document:
-    """Return percentiles of the latencies of all requests in these runs."""
-    if not runs:
-        return {}
+    """Return percentiles of the latencies of all requests that these runs finished, or {} if they finished none."""
     rows = {"ttft": [run.ttft_ms for run in runs], "tbt_p99": [run.tbt_ms for run in runs]}
-    values = {name: np.concatenate(parts) for name, parts in rows.items()}
+    values = {name: np.concatenate(parts) for name, parts in rows.items() if parts}
+    finite = {name: each[np.isfinite(each)] for name, each in values.items()}
     return {
-        name: {f"p{q}": float(np.percentile(each[np.isfinite(each)], q)) for q in (50, 90, 99)}
-        for name, each in values.items()
+        name: {f"p{q}": float(np.percentile(each, q)) for q in (50, 90, 99)}
+        for name, each in finite.items()
+        if each.size
     }
 
 

@@ -124,11 +124,11 @@ class PlanSearch:
         self, found: Mapping[str, float], simulations: Simulations
     ) -> dict[Lengths, dict[str, CapacityEstimate]]:
         """Return the capacity of each mode with other lengths of prompts and answers, measured with one seed. `found`
-        has the capacity of each mode's best candidate. Lengths that exceed the device's memory are left out."""
+        has the capacity of each mode's best candidate. Lengths that exceed a node's memory are left out."""
         if simulations.rows(0)[0].prompt is not None:
             return {}  # the trace has the tokens of its prompts, so their lengths are fixed
         cells = [(prompt, answer) for prompt in VARIED_LENGTHS for answer in VARIED_LENGTHS]
-        cells = [each for each in cells if each != SAME and simulations.longest(each) <= simulations.device.kv_tokens]
+        cells = [each for each in cells if each != SAME and simulations.longest(each) <= simulations.kv_tokens]
         self._say(f"capacities with {len(cells)} other combinations of lengths")
         capacities: dict[Lengths, dict[str, CapacityEstimate]] = {each: {} for each in cells}
 

@@ -82,7 +82,7 @@ LIMITS: dict[str, tuple[float, float]] = {
 def _value(name: str, value: Any, kind: type) -> Any:
     choices = {"policy": POLICIES, "device": devices()}.get(name)
     if choices is not None:
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise ConfigError(f"{name}: must be {', '.join(choices)}")
         return value
     if kind is str:

@@ -14,10 +14,11 @@ from compare.planning.candidates import Run, Simulations, miss_counts, prepare
 from compare.planning.deployment import compose_override
 from compare.planning.main import run_plan
 from compare.planning.options import PlanOptions
-from compare.planning.report import flips, recommendation, winners
+from compare.planning.report import cells_of, finalist, flips, recommendation, winners
 from compare.planning.search import Measured, kept
 from compare.stats.capacity import CapacityPoint, capacity_of, paired_capacities
 from compare.stats.verdict import CAPACITY, rank
+from engine.emulation import COSTS
 from tests.command_line import refusal
 
 ONE, SPLIT = "colocated:2", "disaggregated:1p1d"
@@ -39,10 +40,12 @@ def trace(path: Path, prompt: int, answer: int) -> Path:
         (["--trace", "t.jsonl", "--preset", "chat"], "--trace and --preset: give only one of them"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
         (["--trace", "negative.jsonl"], "negative.jsonl, line 1, read as own: -5 is not a number of tokens"),
-        (
-            ["--trace", "long.jsonl"],
-            "a request has 2000010 tokens, but the memory of h200-llama-3.1-8b holds the KV of",
-        ),
+        (["--trace", "long.jsonl"], "a request has 2000010 tokens, but a node holds the KV of"),
+        (["--trace", "long.jsonl"], "give --scale-tokens 0.4"),
+        (["--set", "num_blocks=3"], "but a node holds the KV of 128: give a larger num_blocks"),
+        (["--tbt-slo-ms", "inf"], "--tbt-slo-ms inf: must be a number of at most 1e+09"),
+        (["--scale-tokens", "inf"], "--scale-tokens inf: must be a number of at most"),
+        (["--burstiness", "inf"], "--burstiness inf: must be a number of at most"),
         (["--cost", "h900"], "--cost h900: is neither a file nor one of h200-llama-3.1-8b"),
         (["--cost", "old.json"], "--cost old.json: version is 0, but must be"),
         (["--tbt-slo-ms", "2"], "--tbt-slo-ms 2: one step of h200-llama-3.1-8b takes 5.0 ms; give more"),
@@ -184,6 +187,25 @@ def test_limits_under_which_the_other_mode_wins_are_named() -> None:
     texts = flips(measured(ONE, [10.0, 10.0]), list(cells.values()))
     assert any(text.startswith(f"with TTFT 1000 ms and TBT 50 ms, {SPLIT} carries about") for text in texts)
     assert not any(f", {ONE} carries" in text for text in texts)
+
+
+@pytest.mark.parametrize("cost", [{"overhead": 0.01}, {"per_pair": 1e-9}])
+def test_estimates_accept_costs_without_a_part(cost: dict[str, float], tmp_path: Path) -> None:
+    file = tmp_path / "flat.json"
+    device = json.loads((COSTS / "h200-llama-3.1-8b.json").read_text())
+    file.write_text(json.dumps(device | {"cost": cost, "serving": dict.fromkeys(device["serving"], 0.0)}))
+    one, slo = simulations(cost=str(file)), LatencySlo(500.0, 50.0)
+    assert one.first_rate(SPLIT, slo) > 0
+    assert one.split_for(SPLIT, slo, (2.0, 1.0)) == SPLIT
+
+
+def test_a_finalist_without_finished_requests_has_no_latencies() -> None:
+    one, failed = simulations(), np.full(10, np.inf)
+    point = CapacityPoint(1.0, 0, 0.0)
+    found = Measured(ONE, capacity_of([point], 0.9), [point], {(1.0, 0): Run(failed, failed)})
+    row = finalist(found, PlanOptions(), one, {})
+    assert row["latencies_ms"] == {}
+    assert cells_of(row)[3:7] == ["-"] * 4
 
 
 def test_the_split_follows_the_lengths() -> None:

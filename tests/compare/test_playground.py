@@ -81,6 +81,7 @@ def test_rows_have_the_times_of_the_simulated_clients(nodes: dict[str, int]) -> 
         ({"budget": True}, "budget: must be a whole number"),
         ({"prefill": 9, "decode": 9}, "prefill, decode: must add up to at most 16 nodes"),
         ({"policy": "lucky"}, "policy: must be stall_free"),
+        ({"policy": []}, "policy: must be stall_free"),
         ({"device": "../../etc/passwd"}, "device: must be h200-llama-3.1-8b"),
         ({"trace": 5}, "trace: must be a text"),
         ({"trace": "hello"}, "trace: its first line matches no known format"),

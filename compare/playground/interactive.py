@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from compare.load.traces import read_trace
-from engine.emulation import COSTS, load_emulation
+from engine.emulation import COSTS, Emulation, load_emulation
 from scheduler.policy import POLICIES
 from scheduler.request import Request, Step
 from shared.errors import ConfigError
@@ -21,11 +21,12 @@ from simulator.routed import RoutedNode, SimulatedRequest
 
 SPREAD = 0.8  # standard deviation of the logarithm of the lengths
 MOST_REQUESTS, MOST_NODES = 2000, 16
-MOST_TOKENS = 1_000_000
+MOST_PROMPT_TOKENS, MOST_TOKENS = 80_000_000, 1_000_000  # tokens of all prompts, and of all answers
 MAX_TRACE = 200_000  # characters of a pasted trace
 SLICES = 200  # number of slices into which the time until the last arrival is divided
 MS = 1000.0
 Document = dict[str, Any]
+Row = tuple[float, int, int]  # the time of a request in seconds, and the tokens of its prompt and its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +121,41 @@ class PlaySettings:
     max_queued_tokens: int = 1 << 40
 
 
-def traffic(query: PlayQuery, block_tokens: int) -> list[SimulatedRequest]:
-    """Return the requests of a query, whose prompts share no prefixes. Raises ConfigError for an invalid trace."""
-    random, found, at_s = Random(query.seed), [], 0.0
+def traffic(query: PlayQuery, device: Emulation) -> list[SimulatedRequest]:
+    """Return the requests of a query, whose prompts share no prefixes. Raises ConfigError if the trace is invalid or
+    the requests are too large."""
+    is_pasted = bool(query.trace.strip())
+    rows = _pasted(query.trace)[: query.requests] if is_pasted else _drawn(query)
+    if (longest := max(prompt + answer for _, prompt, answer in rows)) > device.kv_tokens:
+        name = "trace" if is_pasted else "prompt, answer"
+        held = f"{device.name} holds {device.kv_tokens}"
+        raise ConfigError(f"{name}: a request has {longest} tokens, but {held}; give shorter requests")
+    for what, place, most in (("prompts", 1, MOST_PROMPT_TOKENS), ("answers", 2, MOST_TOKENS)):
+        if sum(row[place] for row in rows) > most:
+            raise ConfigError(f"requests: their {what} have over {most} tokens together; give fewer requests")
+    return [
+        SimulatedRequest(
+            f"r{number + 1}",
+            at_s,
+            prompt,
+            answer,
+            [b"%d %d" % (number, block) for block in range(prompt // device.block_tokens)],
+        )
+        for number, (at_s, prompt, answer) in enumerate(rows)
+    ]
+
+
+def _drawn(query: PlayQuery) -> list[Row]:
+    random, rows, at_s = Random(query.seed), [], 0.0
     lengths = [(log(mean) - SPREAD**2 / 2, mean) for mean in (query.prompt, query.answer)]
-    rows = _pasted(query.trace)[: query.requests] if query.trace.strip() else None
-    for number in range(len(rows) if rows is not None else query.requests):
-        if rows is None:
-            at_s += random.expovariate(query.rate)
-            prompt, answer = (max(1, min(round(exp(random.gauss(mu, SPREAD))), 8 * mean)) for mu, mean in lengths)
-        else:
-            at_s, prompt, answer = rows[number]
-        names = [b"%d %d" % (number, block) for block in range(prompt // block_tokens)]
-        found.append(SimulatedRequest(f"r{number + 1}", at_s, prompt, answer, names))
-    if sum(each.max_tokens for each in found) > MOST_TOKENS:
-        raise ConfigError(f"requests: their answers have over {MOST_TOKENS} tokens together; give fewer requests")
-    return found
+    for _ in range(query.requests):
+        at_s += random.expovariate(query.rate)
+        prompt, answer = (max(1, min(round(exp(random.gauss(mu, SPREAD))), 8 * mean)) for mu, mean in lengths)
+        rows.append((at_s, prompt, answer))
+    return rows
 
 
-def _pasted(text: str) -> list[tuple[float, int, int]]:
+def _pasted(text: str) -> list[Row]:
     with tempfile.NamedTemporaryFile("w", suffix=".trace", encoding="utf-8") as file:
         file.write(text.strip() + "\n")
         file.flush()
@@ -202,9 +219,7 @@ def slices(given: object) -> Iterator[Document | None]:
     device = load_emulation(query.device)
     settings = PlaySettings(query.policy, query.budget)
     plan = ClusterPlan(query.prefill, query.decode, settings, settings, device)  # type: ignore[arg-type]
-    requests = traffic(query, plan.block_tokens)
-    if (longest := max(each.num_prompt + each.max_tokens for each in requests)) > device.kv_tokens:
-        raise ConfigError(f"trace: a request has {longest} tokens, but {device.name} holds {device.kv_tokens}")
+    requests = traffic(query, device)
     cluster = PlayedCluster(plan)
     slice_s, rows = max(requests[-1].at_s, 1.0) / SLICES, []
     with paused_gc():

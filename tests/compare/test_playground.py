@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import fields
 from functools import cache
 from itertools import pairwise
@@ -44,7 +45,7 @@ def test_rows_have_the_times_of_the_simulated_clients(nodes: dict[str, int]) -> 
         ComputingSettings(), load_emulation("h200-llama-3.1-8b"),
     )  # fmt: skip
     cluster = SimulatedCluster(plan)
-    requests = traffic(PlayQuery.read(SHORT | nodes), plan.block_tokens)
+    requests = traffic(PlayQuery.read(SHORT | nodes), plan.device)
     cluster.run(requests)
     waited_ms = 0.0
     for row, outcome in zip(found["requests"], outcomes_of(cluster, requests), strict=True):
@@ -87,6 +88,7 @@ def test_rows_have_the_times_of_the_simulated_clients(nodes: dict[str, int]) -> 
         ({"trace": "hello"}, "trace: its first line matches no known format"),
         ({"trace": '{"t": 0, "prompt_len": -5, "max_tokens": 3}'}, "trace, line 1, read as own: -5 is not a number"),
         ({"trace": '{"t": 0, "prompt_len": 2000000, "max_tokens": 3}'}, "trace: a request has 2000003 tokens"),
+        ({"prompt": 32768, "requests": 2000, "device": "h200-qwen3-32b"}, "prompt, answer: a request has"),
         ({"requests": 2000, "answer": 4096}, "requests: their answers have over 1000000 tokens"),
     ],
 )
@@ -103,6 +105,24 @@ def test_a_pasted_trace_replaces_the_traffic() -> None:
     rows = [{"t": n / 4, "prompt_len": 100 + n, "max_tokens": 5 + n} for n in range(20)]
     found = simulate({"trace": "\n".join(map(json.dumps, rows)), "requests": 15})
     assert [(row["prompt"], row["answer"]) for row in found["requests"]] == [(100 + n, 5 + n) for n in range(15)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        (2_000_000_000, "trace: a request has 2000000001 tokens, but h200-llama-3.1-8b holds 880000; give shorter"),
+        (800_000, "requests: their prompts have over 80000000 tokens together; give fewer requests"),
+    ],
+)
+def test_a_trace_of_huge_prompts_is_refused_before_it_takes_memory(prompt: int, complaint: str) -> None:
+    row = json.dumps({"t": 0, "prompt_len": prompt, "max_tokens": 1})
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=complaint):
+            simulate({"trace": "\n".join([row] * 300)})
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_it_runs_with_the_standard_library_alone() -> None:

@@ -156,11 +156,13 @@ def _drawn(query: PlayQuery) -> list[Row]:
 
 
 def _pasted(text: str) -> list[Row]:
+    """Return the rows of a trace, which begins with its first row."""
     with tempfile.NamedTemporaryFile("w", suffix=".trace", encoding="utf-8") as file:
         file.write(text.strip() + "\n")
         file.flush()
         try:
-            return [(row.at_s, row.prompt_len, row.max_tokens) for row in read_trace(Path(file.name))]
+            rows = read_trace(Path(file.name))
+            return [(row.at_s - rows[0].at_s, row.prompt_len, row.max_tokens) for row in rows]
         except ConfigError as error:
             raise ConfigError("trace" + str(error).removeprefix(file.name)) from None
         except UnicodeError:

@@ -107,6 +107,14 @@ def test_a_pasted_trace_replaces_the_traffic() -> None:
     assert [(row["prompt"], row["answer"]) for row in found["requests"]] == [(100 + n, 5 + n) for n in range(15)]
 
 
+def test_a_pasted_trace_begins_with_its_first_row() -> None:
+    found = []
+    for begin_s in (0, 512):
+        rows = [{"t": begin_s + n / 4, "prompt_len": 100, "max_tokens": 5} for n in range(20)]
+        found.append(simulate({"trace": "\n".join(map(json.dumps, rows))}))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("prompt", "complaint"),
     [

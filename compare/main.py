@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -95,9 +95,12 @@ def command_line(arguments: Sequence[str]) -> str:
 # ---- from the options to the experiment ----------------------------------------------------------------------------
 
 
-def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
+def prepare(
+    options: CompareOptions, first_rates: Mapping[str, float] | None = None
+) -> tuple[Experiment, Deployments, str]:
     """Return the experiment for these options, the deployments of its arms, and the plan to print.
 
+    If `first_rates` has the rates at which the arms' searches start, a trace's own times are not used.
     Raises ConfigError, whose one-line message names the flag and the remedy.
     """
     _check_choices(options)
@@ -113,8 +116,9 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
     trace = read_trace(options.trace, options.trace_format, encode) if options.trace else []
     source = TrafficSource(options, vocabulary, trace, limit)
     traffic = lru_cache(source.draw)
+    rate = min(first_rates.values()) if first_rates else None
     for seed in seeds:
-        traffic(seed)  # raises ConfigError for impossible traffic before anything starts
+        traffic(seed, rate)  # raises ConfigError for impossible traffic before anything starts
     if options.find_capacity:
         source.check_trace()  # a search draws further parts of the trace
     experiment = Experiment(
@@ -124,7 +128,8 @@ def prepare(options: CompareOptions) -> tuple[Experiment, Deployments, str]:
         seeds=seeds,
         slo=LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms),
         attainment=options.attainment,
-        first_rate=float(traffic(1).notes["rate"]) if options.find_capacity else None,
+        first_rate=float(traffic(1, rate).notes["rate"]) if options.find_capacity else None,
+        first_rates=first_rates or {},
         lowest_rate=MIN_REQUESTS / options.duration,
         prompts=tuple(tuple(vocabulary.draw(0, f"preflight {count}", count)) for count in PREFLIGHT_TOKENS),
         treatment=(*options.treatment, *(["devices", "engine_url"] if options.unequal else [])),

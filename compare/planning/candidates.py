@@ -89,10 +89,7 @@ class Simulations:
 
     def run(self, arm: str, rate: float, seed: int, count: int, lengths: Lengths = SAME) -> Run:
         """Simulate the first `count` requests of the traffic with this seed, at `rate` requests/s."""
-        plan = self.plan(arm)
-        requests = self.requests(plan, rate, seed, count, lengths)
-        cluster = SimulatedCluster(plan, seed=seed)
-        cluster.run(requests)
+        cluster, requests = self._served(arm, rate, seed, count, lengths)
         ends, answer_s, half = cluster.ends(), cluster.times.answer_s, len(requests) // 2
         judged = [
             _judged(outcome_of(0, request, request.token_s(answer_s, ends), slo))
@@ -100,6 +97,19 @@ class Simulations:
         ]
         ttft_s, tbt_s, own = np.array(judged).T
         return Run(ttft_s * 1000, tbt_s * 1000, own)
+
+    def outcomes(self, arm: str, rate: float, seed: int, count: int, timeout_s: float) -> list[Outcome]:
+        """Simulate as `run` does, with a timeout. Return the outcomes of all requests."""
+        cluster, requests = self._served(arm, rate, seed, count, SAME, timeout_s)
+        return outcomes_of(cluster, requests, self.slos(seed, count))
+
+    def _served(
+        self, arm: str, rate: float, seed: int, count: int, lengths: Lengths, timeout_s: float = inf
+    ) -> tuple[SimulatedCluster, list[SimulatedRequest]]:
+        plan = self.plan(arm)
+        cluster, requests = SimulatedCluster(plan, seed=seed), self.requests(plan, rate, seed, count, lengths)
+        cluster.run(requests, timeout_s)
+        return cluster, requests
 
     def slos(self, seed: int, count: int) -> list[LatencySlo | None]:
         """Return the SLOs that the first `count` rows of the traffic have of their own."""

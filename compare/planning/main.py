@@ -2,17 +2,19 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from compare.endpoint import EndpointError
 from compare.planning.candidates import Simulations, candidates, prepare
 from compare.planning.options import PlanOptions
 from compare.planning.page import page_of
 from compare.planning.report import Document, document, show, slo_of
-from compare.planning.search import PlanSearch, SearchResult
+from compare.planning.search import Measured, PlanSearch, SearchResult
 from compare.planning.validation import validate
 from scheduler.policy import POLICIES
 from shared.errors import ConfigError
@@ -21,7 +23,8 @@ ESTIMATE_SHARE = 0.5  # the search begins at this share of the estimated capacit
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Search for the best cluster, then print and write the plan. Return 0. Raises ConfigError for invalid options."""
+    """Search for the best cluster, then print and write the plan. Return 0, or 1 if the best candidates could not be
+    measured. Raises ConfigError for invalid options."""
     began = time.monotonic()
     if unknown := sorted(set(options.policies) - set(POLICIES)):
         raise ConfigError(f"--policies {unknown[0]}: must be {', '.join(POLICIES)}")
@@ -37,10 +40,20 @@ def run_plan(options: PlanOptions) -> int:
     show(plan)
     say(f"  simulated in {time.monotonic() - began:.0f} s")
     _write(out, plan, say)
-    if options.validate:
-        (out / "validation" / "logs").mkdir(parents=True, exist_ok=True)
-        plan["validation"] = asyncio.run(validate(options, simulations, result.found[:2], out / "validation", say))
-        _write(out, plan, say)
+    return add_validation(plan, options, simulations, result.found[:2], out, say) if options.validate else 0
+
+
+def add_validation(
+    plan: Document, options: PlanOptions, simulations: Simulations, best: Sequence[Measured], out: Path, say: Any
+) -> int:
+    """Measure the best candidates, add the results to the plan, and write it. Return 0, or 1 if that failed."""
+    (out / "validation" / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        plan["validation"] = asyncio.run(validate(options, simulations, best, out / "validation", say))
+    except EndpointError as error:
+        print(f"baton plan: --validate {options.validate}: {error}", file=sys.stderr)
+        return 1
+    _write(out, plan, say)
     return 0
 
 

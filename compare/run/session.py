@@ -26,7 +26,7 @@ from compare.run.deployments import Deployments
 from compare.run.engines import Counters, EngineMeter, check_moved
 from compare.run.equivalence import ParityCheck
 from compare.stats.capacity import MAX_SEEDS, CapacityEstimate, CapacityPoint, CapacitySearch
-from compare.stats.measures import inside, measured_window, misses, slo_excess
+from compare.stats.measures import misses, slo_excess, steady_attainment
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
@@ -338,10 +338,7 @@ class Session:
                 break
         else:
             raise ArmLostError(f"{arm} at {rate:.3g} req/s could not be measured: {period.problems[0]}")
-        window_s, overloaded = measured_window(period.recording.outcomes)
-        population = inside(period.recording.outcomes, window_s)
-        good = sum(not misses(outcome, self._experiment.slo) for outcome in population)
-        return 0.0 if overloaded else good / len(population)
+        return steady_attainment(period.recording.outcomes, self._experiment.slo)
 
     async def _run_trial(self, trial: Trial) -> Period:
         experiment = self._experiment

@@ -146,6 +146,14 @@ def measured_window(outcomes: Sequence[Outcome]) -> tuple[tuple[float, float], b
     return (min(float(at_s[cut]), median_s), last_s), is_growing(waiting[cut:])
 
 
+def steady_attainment(outcomes: Sequence[Outcome], slo: LatencySlo) -> float:
+    """Return the share of the requests in the measured window that met the SLO, or 0 if the run is overloaded."""
+    window_s, overloaded = measured_window(outcomes)
+    population = inside(outcomes, window_s)
+    good = sum(not misses(outcome, slo) for outcome in population)
+    return 0.0 if overloaded else good / len(population)
+
+
 def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
     """Return the number of requests that were scheduled but had not ended, at each time in `at_s`.
 

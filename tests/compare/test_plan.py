@@ -1,7 +1,9 @@
 """Test `baton plan`: the recommendation, its basis, and the refusal of invalid options."""
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,14 +11,18 @@ import pytest
 
 from cluster.cli import main
 from compare.arms import parse_arm
+from compare.endpoint import EndpointError
 from compare.load.outcome import LatencySlo
+from compare.load.traffic import Arrival, Traffic
 from compare.planning.candidates import Run, Simulations, miss_counts, prepare
 from compare.planning.deployment import compose_override
-from compare.planning.main import run_plan
+from compare.planning.main import add_validation, run_plan
 from compare.planning.options import PlanOptions
 from compare.planning.report import cells_of, finalist, flips, recommendation, winners
 from compare.planning.search import Measured, kept
-from compare.stats.capacity import CapacityPoint, capacity_of, paired_capacities
+from compare.planning.validation import difference, validate
+from compare.run.session import Experiment, Findings
+from compare.stats.capacity import CapacityEstimate, CapacityPoint, capacity_of, paired_capacities
 from compare.stats.verdict import CAPACITY, rank
 from engine.emulation import COSTS
 from tests.command_line import refusal
@@ -147,6 +153,45 @@ def test_the_slo_of_a_row_replaces_that_of_the_plan(tmp_path: Path) -> None:
         attainment = [runs.attainment(LatencySlo(ttft, 1000.0)) for ttft in (1000.0, 1.0)]
         found.append((attainment, [sum(each.values()) for each in causes]))
     assert found == [([1.0, 0.0], [0, 50]), ([0.5, 0.0], [25, 50]), ([0.5, 0.5], [25, 25])]
+
+
+def test_a_trace_may_be_shorter_than_the_periods_of_a_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiments = []
+
+    async def run_session(experiment: Experiment, *_: Any) -> Findings:
+        experiments.append(experiment)
+        return Findings()
+
+    monkeypatch.setattr("compare.planning.validation.run_session", run_session)
+    options = PlanOptions(trace=trace(tmp_path / "trace.jsonl", 200, 20), validate="emulated")
+    best = [Measured(arm, CapacityEstimate(rate, None, None)) for arm, rate in ((ONE, 20.0), (SPLIT, 5.0))]
+    assert asyncio.run(validate(options, prepare(options), best, tmp_path, lambda _: None)) == []
+    (experiment,) = experiments
+    assert experiment.first_rates == {ONE: 20.0, SPLIT: 5.0}
+    assert len(experiment.traffic(2, 20.0).arrivals) > 300
+
+
+def test_predicted_attainment_counts_overload_as_measured_attainment_does() -> None:
+    """Nearly all requests meet the limits, but the queue grows, for which a session measures an attainment of 0."""
+    one, slo = simulations(set=["max_num_seqs=4"]), LatencySlo(1e6, 1e6)
+    traffic = Traffic((Arrival(0.0, (1,), 1),) * 200)
+    experiment: Any = SimpleNamespace(traffic=lambda *_: traffic, timeout_s=600.0, slo=slo)
+    assert one.run(ONE, 20.0, 1, 200).attainment(slo) > 0.9
+    assert difference(one, ONE, CapacityPoint(20.0, 1, 0.0), experiment) == 0
+
+
+def test_a_validation_that_cannot_start_ends_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise EndpointError("http://127.0.0.1:1 does not answer")
+
+    monkeypatch.setattr("compare.planning.main.validate", fails)
+    options = PlanOptions(validate="emulated")
+    assert add_validation({}, options, simulations(), [], tmp_path, print) == 1
+    assert capsys.readouterr().err == "baton plan: --validate emulated: http://127.0.0.1:1 does not answer\n"
 
 
 def measured(arm: str, rates: list[float]) -> Measured:

@@ -59,7 +59,8 @@ class StepTimer:
 
     def seconds(self, slices: Members) -> float:
         """Return the CPU seconds of a step."""
-        rows = slices_of([(start, count) for _, start, count in slices], self._components.layout)
+        parts = self._components
+        rows = slices_of([(start, count) for _, start, count in slices], parts.layout, parts.groups)
         self._number += 1
         step = Step(self._number, rows, [])
         began = time.process_time()

@@ -2,14 +2,15 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import cycle, islice, product
 from pathlib import Path
 
 from engine.components import build
 from engine.options import BuildOptions
 from scheduler.cost import StepWork
+from scheduler.geometry import Geometry, Group
 from scheduler.request import Request, Slice, Step, cdiv
 from shared.errors import ConfigError
 from shared.kv.layout import KVLayout
@@ -78,7 +79,10 @@ class StepGrid:
         if any(group.kind == "state" for group in self.components.groups):
             raise ConfigError("--model: models with recurrent layers are not profiled")
         limits = options.max_step_tokens, options.max_num_seqs, self.components.max_model_len
-        self.cases = grid(most, *limits, (layout.num_blocks - 1) * layout.block_tokens)
+        geometry = Geometry(layout.block_tokens, self.components.groups)
+        longest = geometry.capacity(layout.num_blocks, options.max_step_tokens, self.components.max_model_len)
+        self.kv_tokens = longest * layout.block_tokens  # length of the longest request that the KV cache can hold
+        self.cases = grid(most, *limits, self.kv_tokens)
         self._partial, self._seconds, self._numbers = partial, seconds, iter(range(1 << 60))
         self._head = {"fingerprint": self.components.fingerprint, "options": repr(options), "seconds": seconds}
         self.measured: dict[StepCase, list[float]] = dict(self._load())
@@ -110,7 +114,7 @@ class StepGrid:
     def _measure(self, case: StepCase) -> list[float]:
         """Run a step repeatedly. Return the durations, except that of the first run. The steps read arbitrary KV."""
         ranges = [(case.start, case.count)] * bool(case.count) + [(case.context - 1, 1)] * case.decodes
-        slices = slices_of(ranges, self.components.layout)
+        slices = slices_of(ranges, self.components.layout, self.components.groups)
         found: list[float] = []
         self.components.runner.run(Step(next(self._numbers), slices, []))
         while len(found) < LEAST_REPEATS or (sum(found) < self._seconds and len(found) < MOST_REPEATS):
@@ -120,14 +124,13 @@ class StepGrid:
         return found
 
 
-def slices_of(ranges: Iterable[tuple[int, int]], layout: KVLayout) -> list[Slice]:
-    """For each (start, count), return a slice of a new request whose blocks hold arbitrary KV."""
-    slices, used = [], 1
+def slices_of(ranges: Iterable[tuple[int, int]], layout: KVLayout, groups: Sequence[Group]) -> list[Slice]:
+    """For each (start, count), return a slice of a new request whose rows, in each of `groups`, hold arbitrary KV."""
+    slices, rows = [], cycle(range(1, layout.num_blocks))
     for number, (start, count) in enumerate(ranges):
         blocks = cdiv(start + count, layout.block_tokens)
         request = Request(f"r{number}", [TOKEN] * (start + count), start + count, 8, sampling=GREEDY)
-        table = [1 + (used + place) % (layout.num_blocks - 1) for place in range(blocks)]
-        request.tables = [table for _ in request.tables]
-        request.num_computed, request.num_scheduled, used = start, start + count, used + blocks
+        request.tables = [list(islice(rows, blocks * group.rows)) for group in groups]
+        request.num_computed, request.num_scheduled = start, start + count
         slices.append(Slice(request, start, count, True, 0))
     return slices

@@ -23,7 +23,6 @@ from scheduler.budget import budget_of
 from scheduler.cost import CostModel, StepWork
 from shared.config.settings import resolve
 from shared.errors import ConfigError
-from shared.kv.layout import BYTES_OF
 from shared.model_files import DEMO_MODEL
 from shared.model_files import resolve as resolve_model
 
@@ -100,16 +99,15 @@ def from_grid(options: ProfileOptions, say: Any) -> Document:
     grid = StepGrid(build, options.cases, options.seconds, kept)
     grid.run(say)
     layout = grid.components.layout
-    heads = layout.kv_heads * layout.layers * 2 * layout.head_dim * BYTES_OF[layout.dtype]
     found = {
         "name": model.name,
         "about": f"{model.name} on {grid.components.attributes.get('device', settings.device)}",
         "version": VERSION,
         **fitted([case.work for case in grid.measured], list(grid.measured.values())),
         "serving": dict.fromkeys(("step_s", "slice_s", "request_s", "rpc_s", "answer_s", "push_s"), 0.0),
-        "kv_bytes_per_token": heads,
+        "kv_bytes_per_token": (layout.num_blocks - 1) * layout.block_bytes // grid.kv_tokens,
         "block_tokens": layout.block_tokens,
-        "kv_tokens": (layout.num_blocks - 1) * layout.block_tokens,
+        "kv_tokens": grid.kv_tokens,
         "link": "local",
         "links": {"local": {"latency_s": 0.0, "bytes_per_s": HOST_BYTES_PER_S, "source": ASSUMED}},
         "sources": {"cost": f"{len(grid.measured)} cases on {time.strftime('%Y-%m-%d')}", "serving": ASSUMED},
@@ -158,6 +156,7 @@ async def from_records(endpoint: Endpoint) -> Document:
         waits_ms = [each["exposed_ms"] - each["busy_ms"] + each["hidden_ms"] for each in transfer]
         push_s = max(0.0, float(np.median(waits_ms)) / 1000 - router_s / 4)
     size = node["block_tokens"]
+    kv_tokens = (node["num_blocks"] - 1) * size
     return {
         "name": endpoint.model.rpartition("/")[2],
         "about": f"{endpoint.model}, from the records of {endpoint.url}",
@@ -173,9 +172,9 @@ async def from_records(endpoint: Endpoint) -> Document:
             "answer_s": router_s / 2,
             "push_s": push_s,
         },
-        "kv_bytes_per_token": node["block_bytes"] // size,
+        "kv_bytes_per_token": node["blocks"]["total"] * node["block_bytes"] // kv_tokens,
         "block_tokens": size,
-        "kv_tokens": node["blocks"]["total"] * size,
+        "kv_tokens": kv_tokens,
         "link": "local",
         "links": {"local": link | {"source": source}},
         "sources": {

@@ -12,7 +12,7 @@ STALE_S = 30.0  # after this time without a step or a request, a node's step-tim
 LEARNT_PROMPT_TOKENS = 4096  # tokens that a node must compute before its step-time model is trusted for prompts
 
 # The fields in `/v1/status`.
-INFO = ("id", "role", "address", "fingerprint", "block_bytes", "block_tokens")
+INFO = ("id", "role", "address", "fingerprint", "block_bytes", "block_tokens", "num_blocks")
 STATS = (
     *("running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "handoffs", "handoffs_failed"),
     *("blocks_moved", "bytes_moved", "channels", "channel_fallbacks", "records_dropped", "overruns", "rows_corrupt"),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from compare.run.simulated import SimulatedEndpoint, cluster_plan
 from engine.emulation import load_emulation
 from scheduler.cost import StepWork
 from tests.command_line import refusal
+from tests.engine.families import CONFIGS, save
 
 TINY = "tests/data/stories260K"
 
@@ -65,6 +67,17 @@ def test_a_profile_that_was_interrupted_continues(
     assert (
         device.kv_tokens == (512 << 20) // device.kv_bytes_per_token // device.block_tokens * device.block_tokens - 16
     )
+
+
+def test_a_model_that_mixes_windows_with_full_attention_is_profiled(tmp_path: Path) -> None:
+    save(CONFIGS["gemma2"], tmp_path)
+    shutil.copy(f"{TINY}/tokenizer.json", tmp_path)
+    out = tmp_path / "cost.json"
+    small = ["threads=1", "kv_cache_memory=1048576", "max_model_len=256", "max_num_batched_tokens=64"]
+    options = ProfileOptions(model=str(tmp_path), cases=20, seconds=0.0, out=out, set=small)
+    assert run_profile(options) == 0
+    device = load_emulation(str(out))
+    assert device.kv_tokens * device.kv_bytes_per_token == pytest.approx(1 << 20, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -137,10 +137,14 @@ async def test_a_socket_is_replaced_and_removed(tmp_path: Path) -> None:
 def test_the_router_predicts_and_shows_the_steps_of_engines(tmp_path: Path) -> None:
     names, settings = ("prefill-0", "decode-0"), {"disaggregate": "auto", "ttft_slo_ms": 60_000}
     with serving(tmp_path, names, settings=settings, connector="nixl", reports_steps=True) as (cluster, _):
-        for index in range(12):
-            prompt = [index, *range(500)]
+        numbers = iter(range(1 << 20))
+
+        def is_learnt() -> bool:
+            prompt = [next(numbers), *range(500)]
             assert cluster.complete(prompt, 12) == answer(prompt, 12)
-        wait_for(lambda: all(cluster.nodes()[name]["cost"] for name in names), "the durations are learnt")
+            return prompt[0] >= 11 and all(cluster.nodes()[name]["cost"] for name in names)
+
+        wait_for(is_learnt, "the durations are learnt")
         facts = cluster.nodes()["prefill-0"]["facts"]
         assert facts["max_step_tokens"] == "4096"
         before = cluster.status()["placements"]

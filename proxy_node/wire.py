@@ -161,6 +161,8 @@ class EventReader:
 
     def check_error(self, event: dict[str, Any]) -> None:
         if (error := event.get("error")) is not None:
+            if error.get("code") == 400:  # vLLM reports some bad requests in the stream
+                raise EngineFailure(f"{error.get('message')!s:.200}", retry=False, status=400)
             raise EngineFailure(f"the engine failed: {error.get('message')!s:.200}", retry=False, is_suspicious=True)
 
     def checked(self, tokens: list[int]) -> list[int]:

@@ -118,7 +118,12 @@ def test_a_failure_of_the_engine_is_told_apart_from_the_end_of_a_request() -> No
     error = b'data: {"error": {"message": "Internal server error", "type": "E", "param": null, "code": 500}}\n\n'
     with pytest.raises(EngineFailure, match="Internal server error") as failure:
         EventReader(3, 2, 2048).feed(error)
-    assert (failure.value.is_suspicious, failure.value.retry) == (True, False)
+    assert (failure.value.status, failure.value.is_suspicious, failure.value.retry) == (0, True, False)
+    with pytest.raises(EngineFailure, match=r"^Token id 9999 is out of vocabulary") as failure:
+        EventReader(3, 2, 2048).feed(
+            b'data: {"error": {"message": "Token id 9999 is out of vocabulary", "code": 400}}\n\n'
+        )
+    assert (failure.value.status, failure.value.is_suspicious, failure.value.retry) == (400, False, False)
     with pytest.raises(EngineFailure, match="abort") as failure:
         EventReader(3, 2, 2048).feed(b'data: {"choices": [{"token_ids": [], "finish_reason": "abort"}]}\n\n')
     assert failure.value.retry

@@ -408,27 +408,24 @@ class Scheduler:
 
         Return None and change nothing if scheduling with slices might give another result. Reasons are too few free
         blocks, drafts, several groups of layers, and a policy that does not mix steps or schedules prompts first.
-        Other reasons are a running request that is in a step in flight or sends its KV, and one that computes the last
-        token of its prompt: its first token needs an output.
+        Another reason is a running request that is in a step in flight, sends its KV, or has one prompt token left.
         """
         if self.speculation or not self.policy.mixed or self.policy.prompts_first or not self.geometry.is_uniform:
             return None
         size, context, missing = self.block_tokens, 0, 0
         decodes, others, growing = list[Request](), list[Request](), list[Request]()
         for request in self.running:
-            if request.num_in_flight or request.send_kv:
+            start, behind = request.num_scheduled, len(request.tokens) - request.num_scheduled
+            if request.num_in_flight or request.send_kv or (behind == 1 and not request.num_generated):
                 return None
-            start = request.num_scheduled
-            if len(request.tokens) - start == 1:
-                if request.num_generated == 0:
-                    return None
+            if behind == 1:
                 decodes.append(request)
                 context += start + 1
                 if start == len(request.tables[0]) * size:
                     growing.append(request)
             else:
                 others.append(request)
-                missing += self._missing(request, len(request.tokens) - start)
+                missing += self._missing(request, behind)
         if len(growing) + missing > self.pool.available:
             return None
         for request in growing:
@@ -459,15 +456,12 @@ class Scheduler:
     def num_decode_only(self, most: int) -> int:
         """Return how many of the next steps only decode each running request once, if no command arrives.
 
-        The result is at most `most`. It is 0 if the next step may differ or samples the first token of a request, with
-        drafts or with several groups of layers.
+        The result is at most `most`. It is 0 with drafts or several groups, or if a request has no token yet.
         """
         if not self.running or self.speculation or not self.geometry.is_uniform or not self._is_closed():
             return 0
         for request in self.running:
-            if request.send_kv or request.num_in_flight or len(request.tokens) - request.num_scheduled != 1:
-                return 0
-            if request.num_generated == 0:
+            if request.send_kv or request.num_in_flight or not request.num_generated or not self._decodes(request):
                 return 0
             most = min(most, request.max_tokens + request.num_prompt - len(request.tokens))
         enough = len(self.running) * (1 + most // self.block_tokens) * self.geometry.block_rows

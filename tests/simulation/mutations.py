@@ -199,7 +199,7 @@ MUTATIONS: dict[str, tuple[int, Broken]] = {
     "reservations are not revoked": (8, _in_place_of(SimChannel, "revoke", lambda *_: None)),
     "a release is forgotten": (0, _around(BlockPool, "release", _one_block_kept)),
     "leases are ignored": (33, _in_place_of(ReservationTable, "expired", lambda *_: [])),
-    "a fenced writer is admitted": (73, _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False)),
+    "a fenced writer is admitted": (89, _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False)),
     "quarantine is skipped": (16, _in_place_of(ReservationTable, "abort", _quarantine_skipped)),
     "checksums are not compared": (8, _in_place_of(HandoffReceiver, "_check", _not_compared)),
     "prefixes without salt": (0, _in_place_of(scheduler.scheduler, "extend_hashes", _without_salt)),

@@ -96,8 +96,8 @@ def _orphans_kept(self: ActiveRequests, router: str) -> None:
         self.finish(request_id, "forgotten")  # the scheduler still runs the request
 
 
-def _block_too_far(original: Any, self: Scheduler, request: Request, held: list[int]) -> None:
-    original(self, request, held)
+def _block_too_far(original: Any, self: Scheduler, request: Request, *given: Any) -> None:
+    original(self, request, *given)
     if request.epoch and request.num_computed + self.block_tokens < len(request.tokens):
         request.num_computed += self.block_tokens
         request.num_scheduled = request.num_computed
@@ -117,8 +117,8 @@ def _any_epoch(original: Any, self: Scheduler, step: Any, *given: Any) -> Any:
     return original(self, step, *given)
 
 
-def _blocks_swapped(original: Any, self: Scheduler, request: Request, token: int) -> None:
-    original(self, request, token)
+def _blocks_swapped(original: Any, self: Scheduler, request: Request, *given: Any) -> None:
+    original(self, request, *given)
     if request.tables[0]:
         request.tables[0][0], request.tables[0][-1] = request.tables[0][-1], request.tables[0][0]
 
@@ -153,8 +153,8 @@ def _one_block_kept(original: Any, self: BlockPool, blocks: list[int]) -> None:
     original(self, blocks[1:])
 
 
-def _without_salt(hashes: list[bytes], tokens: Any, size: int, _: bytes) -> None:
-    extend_hashes(hashes, tokens, size, b"")
+def _without_salt(hashes: list[bytes], tokens: Any, size: int, _: bytes, *media: Any) -> None:
+    extend_hashes(hashes, tokens, size, b"", *media)
 
 
 def _one_block_less(original: Any, self: Geometry, group: Group, position: int) -> int:
@@ -202,7 +202,7 @@ MUTATIONS: dict[str, tuple[int, Broken]] = {
     "a fenced writer is admitted": (89, _in_place_of(HandoffReceiver, "_can_write", lambda self, writer: False)),
     "quarantine is skipped": (16, _in_place_of(ReservationTable, "abort", _quarantine_skipped)),
     "checksums are not compared": (8, _in_place_of(HandoffReceiver, "_check", _not_compared)),
-    "prefixes without salt": (0, _in_place_of(scheduler.scheduler, "extend_hashes", _without_salt)),
+    "prefixes without salt": (1, _in_place_of(scheduler.scheduler, "extend_hashes", _without_salt)),
     "positions are ignored": (3, _around(Attempt, "on_delta", _positions_ignored)),
     "a delta is lost": (0, _around(RouterSessions, "send", _some_lost)),
     "incomplete blocks are pushed": (64, _around(OutgoingHandoff, "next_targets", _half_blocks)),
@@ -226,7 +226,7 @@ MUTATIONS: dict[str, tuple[int, Broken]] = {
         1, _both(_in_place_of(DecodePeers, "stop", _nothing), _in_place_of(ReservationTable, "quarantined", lambda *_: []))
     ),
     "a cancelled request may still reserve": (5, _in_place_of(HandoffReceiver, "_remember_cancelled", lambda *_: None)),
-    "a preempted request resumes at a later position": (10, _around(Scheduler, "_hold", _block_too_far)),
+    "a preempted request resumes at a later position": (25, _around(Scheduler, "_hold", _block_too_far)),
     "blocks are freed during a step": (2, _around(Scheduler, "_free", _freed_under_a_step)),
     "epochs are not compared": (25, _around(Scheduler, "update", _any_epoch)),
     "rows are released too early": (6, _around(Geometry, "first_block", _one_block_less)),

@@ -12,7 +12,7 @@ from functools import partial
 
 from cluster.plan import DoctorSettings
 from proxy_node.client import EngineFacts, read_key
-from proxy_node.probe import connector, resumes
+from proxy_node.probe import connector, deadline, resumes
 from proxy_node.vllm import VllmEngine
 from proxy_node.wire import probe_request
 from router.text.tokenizer import Tokenizer
@@ -56,7 +56,13 @@ async def engine_checks(settings: DoctorSettings) -> AsyncIterator[list[tuple[st
         if len(servers) == 2:
             there, back = partial(hands_over, *servers), partial(hands_over, *reversed(servers))
             checks += [("same KV", partial(same_kv, *servers)), ("handoff", there), ("handoff back", back)]
-        yield checks
+        yield [(name, partial(in_time, check)) for name, check in checks]
+
+
+async def in_time(check: Check) -> str:
+    """Run a check. Raises EngineFailure if it takes longer than a probe may take, for example if a server is frozen."""
+    async with deadline():
+        return await check()
 
 
 class EngineExaminer:

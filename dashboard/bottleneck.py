@@ -44,7 +44,8 @@ def _finding(status: Status) -> str:
     prefill, decode = (Pool([node for node in nodes if node.get("role") == role]) for role in ("prefill", "decode"))
     if status.get("mode") == "disaggregated" and not decode.nodes:
         return "No decode node is ready: prefill nodes generate too."
-    if status.get("mode") == "disaggregated" and not prefill.nodes:
+    has_had_prefill = any(node.get("role") == "prefill" for node in status.get("nodes") or [])
+    if status.get("mode") == "disaggregated" and has_had_prefill and not prefill.nodes:
         return "No prefill node is ready: decode nodes compute prompts too."
     latency = Latency(status.get("latency") or {})
     for findings in (_pools(Pool(nodes), prefill, decode, latency), _latencies(Pool(nodes), prefill, decode, latency)):

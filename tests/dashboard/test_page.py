@@ -168,6 +168,7 @@ PREFILL_IS_FULL = node("prefill", waiting=14, busy=0.97)
             {"mode": "disaggregated"},
             "No prefill node is ready: decode nodes compute prompts too.",
         ),
+        ([node("decode"), node("decode", 1)], {"mode": "disaggregated"}, "Idle: 2 nodes ready, no requests."),
         ([node("prefill"), node("decode")], {}, "Idle: 2 nodes ready, no requests."),
         (
             [node("decode", running=3, busy=0.4)],

@@ -12,6 +12,7 @@ from cluster import doctor_engine
 from cluster.doctor import Finding, examine
 from cluster.doctor_engine import engine_checks
 from cluster.plan import DoctorSettings
+from proxy_node import probe
 from tests.cluster.harness import DEMO, ROOT
 from tests.proxy_node.vllm_stub import VllmStub
 
@@ -40,6 +41,13 @@ async def test_a_healthy_pair_passes_every_check() -> None:
         assert [finding.name for finding in findings] == [*NAMES, *NAMES, "same KV", "handoff", "handoff back"]
         assert "bytes moved" in findings[-1].text
         assert stub.handoffs["misused"] == 0
+
+
+async def test_a_server_that_does_not_answer_fails_its_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PROBE_S", 0.2)
+    async with examined(is_stalled=True) as (findings, _):
+        assert failed(findings) == ["answers", "cancels", "salts"]
+        assert "no answer within 0.2 s" in findings[2].text
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from engine.models.kv_places import KVPlaces, all_in_one_row
 from scheduler.request import Request, RequestState, Slice, StateUse, cdiv
 
 IntArray = NDArray[np.int32]
+FEW_TOKENS = 8  # a call of NumPy takes longer than Python needs for so many tokens
 KEPT_ROWS = 1024  # if the tables of more requests than this are cached, the tables of ended requests are dropped
 
 
@@ -286,6 +287,10 @@ def _places(
     starts: list[int], cu_q: list[int], tables: list[IntArray], block_tokens: int
 ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return the position of every token, and its KV slot in each table."""
+    if len(starts) == cu_q[-1] <= FEW_TOKENS:  # each slice has one token
+        places = [divmod(start, block_tokens) for start in starts]
+        slots = [[table.item(n, block) * block_tokens + at for n, (block, at) in enumerate(places)] for table in tables]
+        return np.array(starts, np.int64), [np.array(of_table, np.int64) for of_table in slots]
     slices, positions = np.arange(len(starts)), np.array(starts, np.int64)
     if len(starts) != cu_q[-1]:  # otherwise each slice has one token
         firsts = np.array(cu_q)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import types
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch
@@ -33,6 +34,7 @@ from engine.models.spec import Activation, MoeSpec
 MAX_ROWS = 64  # with more rows, Python's share of a step is negligible
 VALUES = 22  # maximum number of arguments of a kernel
 _LONG = ir.IntType(64)
+IntArray = NDArray[np.int64]
 
 
 def _call(builder: Any, function: Any, values: Any) -> None:
@@ -97,6 +99,9 @@ class FusedDecode:
         self._values = np.zeros((len(self._calls), VALUES), np.int64)
         for row, (_, values) in zip(self._values, self._calls, strict=True):
             row[: len(values)] = values
+        # As arrays, because converting a list takes longer than the assignment that it is an index of.
+        self._rotations = {table: np.array(numbers) for table, numbers in self._rotations_of.items()}
+        self._attends = {key: (np.array(numbers), np.array(numbers) + 1) for key, numbers in self._attends_of.items()}
 
     def takes(self, batch: Batch) -> bool:
         """Return whether the batch consists of at most MAX_ROWS decodes."""
@@ -112,10 +117,10 @@ class FusedDecode:
         if rows != self._rows:
             self._rows, values[:, 0] = rows, rows * self._rows_for_each
         ((cosine, sine),) = step.angles
-        for table, numbers in self._rotations_of.items():
-            values[numbers, 3:6] = (cosine.data_ptr(), sine.data_ptr(), step.slots[table].data_ptr())
-        for (table, window), numbers in self._attends_of.items():
-            self._attends(plans[table], window, numbers)
+        for table, rotations in self._rotations.items():
+            values[rotations, 3:6] = (cosine.data_ptr(), sine.data_ptr(), step.slots[table].data_ptr())
+        for (table, window), (attends, merges) in self._attends.items():
+            self._plan_attention(plans[table], window, attends, merges)
         head = self._model.head
         assert isinstance(head, PanelLinear)
         logits = torch.empty(rows, head.padded)
@@ -123,14 +128,14 @@ class FusedDecode:
         run(PARALLEL_WORK, len(values), self._addresses.ctypes.data, values.ctypes.data, values.strides[0])
         return logits if head.width == head.padded else logits[:, : head.width].contiguous()
 
-    def _attends(self, plan: NumbaPlan, window: int, numbers: list[int]) -> None:
+    def _plan_attention(self, plan: NumbaPlan, window: int, attends: IntArray, merges: IntArray) -> None:
         prepared = plan.prepared(self._model.config.num_heads, window)
         memory = self._attention.memory(torch.get_num_threads(), prepared.group)
-        values, attends = self._values, np.array(numbers)
+        values = self._values
         values[attends, :3] = (0, *prepared.units)
         values[attends, 6:20] = (*prepared.rest, memory.address)
         units, items, parts = prepared.merged[:3] if prepared.merged else (0, 0, 0)
-        values[attends + 1, :5] = (0, units, items, self._at["attended"], parts)
+        values[merges, :5] = (0, units, items, self._at["attended"], parts)
 
     # ---- kernel arguments that are the same in every step ---------------------------------------------------------
 

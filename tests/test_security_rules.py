@@ -59,8 +59,9 @@ def forbidden(tree: ast.AST) -> Iterator[str]:
 
 
 def test_nothing_runs_bytes_that_it_has_read() -> None:
-    files = {file: ast.parse(file.read_text()) for file in python_files(*TREES)}
-    assert [(str(file), what) for file, tree in files.items() for what in forbidden(tree)] == []
+    named = re.compile("|".join(OPTIONS | CALLS | METHODS | {"import_module"}))  # parsing all other files takes seconds
+    texts = {file: text for file in python_files(*TREES) if named.search(text := file.read_text())}
+    assert [(str(file), what) for file, text in texts.items() for what in forbidden(ast.parse(text))] == []
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def every_way(directory: Path, model_impl: str = "auto") -> tuple[list[Way], boo
     return ways, components.groups == UNIFORM
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, 1000))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
 def test_a_family_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     expected = written(CONFIGS[name], tmp_path)
     ways, preempts = every_way(tmp_path)

@@ -107,7 +107,7 @@ def test_the_module_is_the_command(
     assert done.stdout.startswith("baton 0.")
 
 
-@pytest.mark.parametrize("safe_path", ["", "1"])
+@pytest.mark.parametrize("safe_path", ["", pytest.param("1", marks=pytest.mark.exhaustive)])
 def test_an_installation_serves_the_demo_model_next_to_packages_of_the_same_names(
     environment: Path, decoys: Path, safe_path: str
 ) -> None:

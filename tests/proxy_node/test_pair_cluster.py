@@ -8,21 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.harness import DEMO, ROOT, Cluster, wait_for
-from tests.proxy_node.clusters import (
-    ACTS,
-    TIMES,
-    Act,
-    Engines,
-    break_engine,
-    kill_engine,
-    kill_proxy,
-    lose,
-    serving,
-)
+from tests.proxy_node.clusters import ACTS, TIMES, Act, Engines, kill_engine, kill_proxy, lose, serving
 from tests.proxy_node.vllm_stub import answer
 
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-SHORT = (kill_engine, break_engine, kill_proxy)  # other faults take minutes; test_cluster.py tests all
+SHORT = (kill_engine, kill_proxy)  # other faults take minutes; test_cluster.py tests all
 CASES = [pytest.param(act, marks=() if act in SHORT else pytest.mark.exhaustive, id=act.__name__) for act in ACTS]
 
 

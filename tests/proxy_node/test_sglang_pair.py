@@ -16,16 +16,7 @@ from proxy_node.sglang import SglangEngine
 from shared.rpc.messages import AcceptRequest, SamplingParams, StopRequest, SubmitRequest
 from tests.cluster.harness import DEMO, ROOT, Cluster, completion, wait_for
 from tests.node.harness import submission
-from tests.proxy_node.clusters import (
-    Act,
-    Engines,
-    freeze_engine,
-    kill_engine,
-    kill_proxy,
-    lose,
-    repair,
-    serving,
-)
+from tests.proxy_node.clusters import Act, Engines, freeze_engine, kill_engine, kill_proxy, lose, repair, serving
 from tests.proxy_node.harness import Running, running
 from tests.proxy_node.sglang_stub import SglangStub
 from tests.proxy_node.vllm_stub import answer

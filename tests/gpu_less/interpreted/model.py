@@ -11,7 +11,7 @@ from engine.models.decoder import Decoder
 from engine.runner import TorchRunner
 from shared.kv.layout import KVLayout
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import Blocks, generate, thinned
+from tests.engine.build import Blocks, generate
 from tests.gpu_less.contract import TensorMemory, config_of
 
 CPU = torch.device("cpu")
@@ -33,7 +33,8 @@ def generated(triton: bool, model: Decoder, budget: int) -> list[list[int]]:
     return generate(TorchRunner(model, pool, attention, kernels, CPU), requests, budget)
 
 
-@pytest.mark.parametrize("budget", thinned([5, 64], 2))
+@pytest.mark.exhaustive  # graphs.py has a short form, whose model uses more of the kernels
+@pytest.mark.parametrize("budget", [5, 64])
 def test_a_model_gives_the_tokens_of_plain_torch(budget: int) -> None:
     """The steps include chunks of prompts, decodes of several context lengths, and mixtures of both."""
     model = random_decoder(config_of(32, 6, 2, 16), torch.float32, CPU, seed=1, deviation=0.2)

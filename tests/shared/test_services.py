@@ -129,7 +129,10 @@ async def test_a_call_that_waits_to_write_fails_when_the_peer_is_silent(monkeypa
         assert [type(error) for error in found] == [PeerError, PeerError]
 
 
-async def test_a_client_that_reads_nothing_is_disconnected_although_bytes_for_it_are_unsent() -> None:
+async def test_a_client_that_reads_nothing_is_disconnected_although_bytes_for_it_are_unsent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grpc_connection, "PING_S", 0.1)
     has_begun, has_ended = asyncio.Event(), asyncio.Event()
 
     async def flood(stream: Any) -> None:
@@ -207,11 +210,7 @@ async def test_a_server_closes_while_clients_are_connected_and_cancels_their_cal
             cancelled.append(message)
 
     info = NodeInfo("n", "b", "decode", "", "m", "f", 4, 64, 8, 8, 8)
-    async with (
-        serving({JOIN: hold}) as (server, address),
-        connected(address) as channel,
-        JOIN.open(channel) as stream,
-    ):
+    async with serving({JOIN: hold}) as (server, address), connected(address) as channel, JOIN.open(channel) as stream:
         await stream.send_message(info)
         assert await stream.recv_message() == Ack()
         async with asyncio.timeout(5):

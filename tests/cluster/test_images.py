@@ -74,8 +74,7 @@ def expected_of(name: str, directory: Path, count: int = COUNT) -> list[list[lis
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name == "qwen3 vl" else pytest.param(name, marks=pytest.mark.exhaustive) for name in CONFIGS],
+    "name", [name if name == "qwen3 vl" else pytest.param(name, marks=pytest.mark.exhaustive) for name in CONFIGS]
 )
 def test_answers_to_images_are_those_of_transformers_in_both_modes(name: str, tmp_path: Path) -> None:
     expected = expected_of(name, tmp_path)

@@ -120,10 +120,7 @@ def test_adapters_are_loaded_and_unloaded_while_the_cluster_serves(prefill: int,
 
         long = pool.submit(running.complete, PROMPTS[0], 90, model="sql")
         wait_for(lambda: running.status()["totals"]["running"] > 0, "the request runs")
-        assert change(running, "unload", lora_name="sql") == (
-            200,
-            "Success: LoRA adapter 'sql' removed successfully.",
-        )
+        assert change(running, "unload", lora_name="sql") == (200, "Success: LoRA adapter 'sql' removed successfully.")
         assert change(running, "unload", lora_name="sql")[0] == 404
         with pytest.raises(urllib.error.HTTPError, match="404") as refused:
             running.complete(PROMPTS[0], 1, model="sql")

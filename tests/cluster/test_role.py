@@ -26,9 +26,7 @@ def refusal(running: Cluster, node: str, body: bytes) -> tuple[int, str]:
         return answer.code, json.load(answer)["error"]["message"]
 
 
-def test_role_changes_under_load_fail_no_request_and_take_effect(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_role_changes_under_load_fail_no_request_and_take_effect(capsys: pytest.CaptureFixture[str]) -> None:
     with cluster(prefill=2, decode=2, drain_timeout_s=0.05, disaggregate="always") as running:
         prompts = [prompt_of(index, 150 + index) for index in range(8)]
         with running.streaming(prompts, 2000):

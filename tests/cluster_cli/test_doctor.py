@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.cli import main
-from cluster.doctor import (
-    STATUS_CHECKS,
-    CheckWarning,
-    Finding,
-    examine,
-    handed_off,
-    same_tokens,
-)
+from cluster.doctor import STATUS_CHECKS, CheckWarning, Finding, examine, handed_off, same_tokens
 from cluster.secret import write_secret
 from tests.cluster.harness import RedisServer, cluster, wait_for
 

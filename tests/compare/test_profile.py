@@ -91,10 +91,7 @@ def test_a_model_that_mixes_windows_with_full_attention_is_profiled(tmp_path: Pa
     ],
 )
 def test_bad_input_is_refused_in_one_line(
-    arguments: list[str],
-    complaint: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
     here = sorted(Path().iterdir())

@@ -88,10 +88,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
         assert "".join(running.docker(kind, "ls", "-q", *label) for kind in ("container", "volume", "network")) == ""
 
 
-pytestmark = [
-    pytest.mark.skipif(not has_engine(), reason="no Docker engine answers"),
-    pytest.mark.timeout(2400),
-]
+pytestmark = [pytest.mark.skipif(not has_engine(), reason="no Docker engine answers"), pytest.mark.timeout(2400)]
 
 
 def test_a_killed_process_is_started_again_without_a_lost_request(running: Compose) -> None:

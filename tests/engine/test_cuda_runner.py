@@ -40,16 +40,7 @@ from tests.engine.build import (  # noqa: F401
     thinned,
     torch_runner,
 )
-from tests.engine.cuda_workload import (
-    BLOCK_TOKENS,
-    CAPACITY,
-    NUM_BLOCKS,
-    SEEDS,
-    Answer,
-    answer,
-    drive,
-    requests_of,
-)
+from tests.engine.cuda_workload import BLOCK_TOKENS, CAPACITY, NUM_BLOCKS, SEEDS, Answer, answer, drive, requests_of
 from tests.engine.fake_graph import FakeGraphPool
 
 torch.set_num_threads(1)

@@ -15,14 +15,7 @@ from scheduler.cost import StepWork
 from scheduler.request import Request, Step
 from shared.rpc.messages import SamplingParams
 from tests.engine.build import model_fixture  # noqa: F401
-from tests.engine.drive import (
-    Drive,
-    answers,
-    expected_of,
-    runner_of,
-    scheduler_of,
-    workload,
-)
+from tests.engine.drive import Drive, answers, expected_of, runner_of, scheduler_of, workload
 from tests.node.harness import quiet  # noqa: F401 - a fixture
 
 

@@ -14,16 +14,7 @@ from engine.models.decoder import Decoder
 from engine.runner import leads, set_ahead
 from scheduler.request import Request, RequestState, Slice, Step
 from tests.engine.build import CPU, GREEDY, Blocks, model_fixture, thinned, torch_runner  # noqa: F401
-from tests.engine.drive import (
-    SAMPLINGS,
-    Drive,
-    answers,
-    driven,
-    expected_of,
-    runner_of,
-    scheduler_of,
-    workload,
-)
+from tests.engine.drive import SAMPLINGS, Drive, answers, driven, expected_of, runner_of, scheduler_of, workload
 
 
 @settings(max_examples=8)

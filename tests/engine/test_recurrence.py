@@ -13,15 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from engine.cpu.selection import kernels_on_cpu
 from engine.kernels import TorchKernels
 from engine.models.load import load_model
-from engine.models.spec import (
-    DeltaSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelConfig,
-    SsmSpec,
-    state_units,
-    unit_places,
-)
+from engine.models.spec import DeltaSpec, LayerSpec, MlpSpec, ModelConfig, SsmSpec, state_units, unit_places
 from tests.engine.build import CPU
 from tests.engine.recurrent_scene import LENGTHS, SPECS, Scene
 

@@ -42,9 +42,7 @@ def end(status: int) -> NoReturn:
     raise EndedError(status)
 
 
-async def test_a_shared_pool_is_not_left_while_a_step_may_still_write_into_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_shared_pool_is_not_left_while_a_step_may_still_write_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "_exit", end)
     memory = HostMemory(9, ROW_BYTES)
     runner = SlowRunner(memory.rows, BLOCK_TOKENS, VOCABULARY)

@@ -89,11 +89,7 @@ def abort(line: RouterLine) -> None:
 
 @pytest.mark.parametrize(
     ("max_tokens", "prompt", "also", "reason"),
-    [
-        (6, 18, lambda _: None, "length"),
-        (600, 18, abort, "aborted"),
-        (900, 100, lambda _: None, "the KV cache has 63"),
-    ],
+    [(6, 18, lambda _: None, "length"), (600, 18, abort, "aborted"), (900, 100, lambda _: None, "the KV cache has 63")],
     ids=["finished", "aborted as it comes", "refused by the scheduler"],
 )
 async def test_every_queued_request_ends_once(

@@ -78,11 +78,7 @@ async def test_a_node_announces_that_it_drains_and_then_that_it_is_ready_in_its_
 
 
 async def test_handoffs_reach_the_decode_adapter_while_the_node_has_that_role() -> None:
-    async with (
-        stage() as here,
-        serving(here.node.handlers()) as (_, address),
-        connected(address) as channel,
-    ):
+    async with stage() as here, serving(here.node.handlers()) as (_, address), connected(address) as channel:
         reason = "node prefill-0 is a prefill node now"
         assert await RESERVE.call(channel, RESERVATION, 5.0) == ReserveReply(error=reason)
         assert await PUSHED.call(channel, PushedNotice(b"t" * 16, b""), 5.0) == Ack(reason)

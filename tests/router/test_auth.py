@@ -192,11 +192,7 @@ async def test_a_request_without_a_valid_key_is_rejected(client: httpx.AsyncClie
     assert answer.headers["www-authenticate"] == "Bearer"
     error = answer.json()["error"]
     assert error.pop("message") in {"An API key is needed: Authorization: Bearer KEY.", "The API key is not valid."}
-    assert error == {
-        "type": "authentication_error",
-        "param": None,
-        "code": "invalid_api_key",
-    }
+    assert error == {"type": "authentication_error", "param": None, "code": "invalid_api_key"}
 
 
 def paths_of(app: Starlette) -> list[str]:

@@ -169,9 +169,7 @@ def test_retries_wait_for_an_exhausted_budget() -> None:
         budget.take(100.0)
 
 
-async def test_retries_on_a_busy_cluster_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_retries_on_a_busy_cluster_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.dispatch.failover.MAX_RETRY_WAIT_S", 0.0)
     here = stage("d0 d1", max_attempts=9)
     for node in here.nodes.values():
@@ -195,9 +193,7 @@ async def test_retries_on_a_busy_cluster_are_bounded(
 # ---- nodes that fail -------------------------------------------------------------------------------------------------
 
 
-def test_each_ejection_is_longer_until_the_node_is_healthy_for_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_ejection_is_longer_until_the_node_is_healthy_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.nodes.health.EJECT_S", EJECT_S)  # undo the fixture's change
     monkeypatch.setattr("router.nodes.health.MAX_EJECT_S", MAX_EJECT_S)
     detector, now, times = OutlierDetector(), 0.0, []
@@ -229,9 +225,7 @@ def test_consecutive_failures_eject_a_node() -> None:
     assert not fresh.failed(1.5), "the count restarts after an ejection"
 
 
-async def test_an_ejected_node_gets_no_requests_unless_all_are_ejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_ejected_node_gets_no_requests_unless_all_are_ejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.nodes.health.EJECT_S", 1.0)
     here = stage("d0 d1")
     here.d0.die()

@@ -138,11 +138,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "root ::= foo"}}, "structured_outputs.grammar", "Rule 'foo' not found"),
     ({"structured_outputs": {"grammar": "root ::= " + "(" * 9000}}, "structured_outputs.grammar", "recursion"),
     ({"structured_outputs": {"grammar": 'start[temperature=1]: "a"'}}, "structured_outputs.grammar", "`temperature`"),
-    (
-        {"structured_outputs": {"grammar": 'start: %json {"not": {}}'}},
-        "structured_outputs.grammar",
-        'keys: ["not"]',
-    ),
+    ({"structured_outputs": {"grammar": 'start: %json {"not": {}}'}}, "structured_outputs.grammar", 'keys: ["not"]'),
     ({"structured_outputs": {"grammar": "start: start"}}, "structured_outputs.grammar", "no text matches it"),
     (
         {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},

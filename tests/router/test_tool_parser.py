@@ -65,11 +65,7 @@ def test_any_cut_of_an_answer_gives_the_same_parts(recorded):
         assert parts_of(recorded, [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]) == whole
 
 
-@given(
-    parser=st.sampled_from(sorted(TOOLS)),
-    reasoning=st.sampled_from(["none", *sorted(REASONING)]),
-    data=st.data(),
-)
+@given(parser=st.sampled_from(sorted(TOOLS)), reasoning=st.sampled_from(["none", *sorted(REASONING)]), data=st.data())
 def test_any_text_is_parsed_alike_in_any_pieces(parser, reasoning, data):
     syntax = AnswerSyntax(REASONING.get(reasoning), TOOLS[parser])
     words = [

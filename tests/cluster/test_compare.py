@@ -108,7 +108,7 @@ def num_ended(url: str) -> int:
         return sum(each["ended_ms"] is not None for each in json.load(answer)["requests"])
 
 
-def test_a_running_stack_is_compared_with_itself_and_a_full_disk_or_its_loss_ends_the_session(tmp_path: Path):
+def test_a_running_stack_is_compared_with_itself_and_its_loss_ends_the_session(tmp_path: Path):
     with cluster(prefill=1, decode=1, disaggregate="always", runner="torch") as running:
         arms = ["--url", running.url, "--control", "--model", str(running.settings["model"]), "--duration", "1"]
         output, _ = start(tmp_path, *arms, "--seeds", "2").communicate(timeout=600)
@@ -118,16 +118,7 @@ def test_a_running_stack_is_compared_with_itself_and_a_full_disk_or_its_loss_end
         assert report["tokens"]["equal"]
         assert report["tokens"]["compared"] > 0
         assert "against itself" in report["verdict"]["sentence"] or report["problems"], output
-        requests = tmp_path / "report" / "requests.jsonl"
-        requests.unlink()
-        requests.symlink_to("/dev/full")
-        process = start(tmp_path, *arms)
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 1, output
-        assert "cannot write the measurements: No space left on device" in output
-        assert not report_in(tmp_path)["valid"]
         assert running.processes["router"].poll() is None
-        requests.unlink()
         process = start(tmp_path, *arms)
         until(process, "1/12")
         running.send_signal("router", signal.SIGKILL)

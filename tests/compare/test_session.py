@@ -267,12 +267,24 @@ async def test_a_session_stops_if_no_verdict_can_be_reached(
     made = replace(made, slo=LatencySlo(60_000, 60_000))  # so long that a run with a late load generator is valid
     async with serving() as (url, _):
         found = await run_session(made, ServedDeployments(url, bundling), said.append)
-    assert [period.trial.seed for period in found.periods] == [1, 1, 2, 2][: 2 * num_seeds]
+    one, other = (arm.name for arm in ARMS)
+    order = [(1, one), (1, other), (2, other), (2, one)]
+    assert [(period.trial.seed, period.trial.arm) for period in found.periods] == order[: 2 * num_seeds]
     assert found.problems[0].startswith(problem) if problem else not found.problems
     assert any(line.startswith("1/4 colocated:2, seed 1: 1 requests") for line in said)
     assert any(line.strip() == "1 of 1 requests met the SLO, including the warm-up" for line in said) == (
         len(bundling) < 2
     )
+
+
+async def test_a_full_disk_ends_a_session(tmp_path: Path):
+    (tmp_path / "requests.jsonl").symlink_to("/dev/full")
+    arms = tuple(replace(arm, url="http://x") for arm in ARMS)
+    made = replace(experiment(tmp_path), arms=arms, send="text")
+    async with serving() as (url, _):
+        found = await run_session(made, ServedDeployments(url, ()), print)
+    assert len(found.periods) == 1
+    assert found.problems == ["cannot write the measurements: No space left on device"]
 
 
 async def test_an_arm_that_does_not_start_ends_the_run_and_all_other_arms(tmp_path: Path):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from router.http.asgi import ResponseWriter
 from router.http.bodies import Body, ChatBody, ReasoningEffort, Stop, TemplateArguments, TokenCount, validated
@@ -22,7 +22,7 @@ from router.http.messages import (
     MAX_TOOLS,
     FunctionName,
     Id,
-    Strict,
+    StrictModel,
     check_depth,
     images_of_parameter,
     object_in,
@@ -39,10 +39,9 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 Event = dict[str, Any]
 
 
-class ContentBlock(BaseModel):
+class ContentBlock(StrictModel):
     """The base class of the blocks in a message."""
 
-    model_config = Strict
     cache_control: dict[str, Any] | None = None
 
 
@@ -87,10 +86,9 @@ class ToolResultBlock(ContentBlock):
     is_error: bool = False
 
 
-class ImageSource(BaseModel):
+class ImageSource(StrictModel):
     """The data of an image, in base64."""
 
-    model_config = Strict
     type: Literal["base64"]
     media_type: Literal["image/png", "image/jpeg", "image/webp"]
     data: str
@@ -120,10 +118,9 @@ Block = Annotated[
 Blocks = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class AnthropicMessage(BaseModel):
+class AnthropicMessage(StrictModel):
     """A message of the conversation."""
 
-    model_config = Strict
     role: Literal["user", "assistant"]
     content: Annotated[
         Annotated[str, Tag("~string")] | Annotated[Blocks, Tag("~blocks")],
@@ -134,10 +131,9 @@ class AnthropicMessage(BaseModel):
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class AnthropicTool(BaseModel):
+class AnthropicTool(StrictModel):
     """An entry of `tools`: a function that the client runs."""
 
-    model_config = Strict
     name: FunctionName
     type: Literal["custom"] = "custom"
     description: str | None = None
@@ -146,35 +142,31 @@ class AnthropicTool(BaseModel):
     cache_control: dict[str, Any] | None = None
 
 
-class AnthropicChoice(BaseModel):
+class AnthropicChoice(StrictModel):
     """The value of `tool_choice`."""
 
-    model_config = Strict
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(BaseModel):
+class Thinking(StrictModel):
     """Switches the reasoning on or off. `budget_tokens` is accepted, but does not limit the reasoning."""
 
-    model_config = Strict
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: TokenCount | None = None
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(StrictModel):
     """A JSON schema that the text of the answer must match."""
 
-    model_config = Strict
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(StrictModel):
     """`output_config`: the format of the answer's text, and how much the model reasons."""
 
-    model_config = Strict
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
 

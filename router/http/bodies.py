@@ -21,7 +21,7 @@ from router.http.messages import (
     MAX_PARTS,
     MAX_TOOLS,
     ChatMessages,
-    Strict,
+    StrictModel,
     ToolChoice,
     Tools,
     check_tool_choice,
@@ -168,21 +168,19 @@ TemplateArguments = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictModel):
     """`include_usage` reports the usage in the last event of a stream. With `continuous_usage_stats`, every event
     reports the usage so far."""
 
-    model_config = Strict
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Body(BaseModel):
+class Body(StrictModel):
     """The base class of all bodies. Its validation is strict. The default limit on the size of a body suffices for a
     prompt that fills the model's context, and `more_bytes` is added to this limit."""
 
-    model_config = Strict
     more_bytes: ClassVar[int] = 0
     model: str | None = None
 

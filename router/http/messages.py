@@ -18,9 +18,14 @@ from shared.errors import RequestError
 
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CALLS = 2048, 1024, 256, 256
 MAX_NAME, MAX_DEPTH = 64, 32
-Strict = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Id = Annotated[str, Field(min_length=1, max_length=256)]  # the id of a call, of an answer, or of a part of an answer
+
+
+class StrictModel(BaseModel):
+    """The base class of all parts of a body. It converts no values, and rejects unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
 
 def object_in(text: str) -> dict[str, Any] | None:
@@ -57,20 +62,18 @@ def _has_properties(schema: dict[str, Any]) -> bool:
     return isinstance(properties, dict) and all(isinstance(each, dict | bool) for each in properties.values())
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(StrictModel):
     """A function that the model may ask to call. `parameters` is the JSON schema of its arguments."""
 
-    model_config = Strict
     name: FunctionName
     description: str | None = None
     parameters: Annotated[dict[str, Any], BeforeValidator(_check_object_schema)] | None = None
     strict: bool | None = None
 
 
-class ToolDefinition(BaseModel):
+class ToolDefinition(StrictModel):
     """An entry of `tools`."""
 
-    model_config = Strict
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -79,17 +82,15 @@ class ToolDefinition(BaseModel):
         return {"type": "function", "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
 
 
-class FunctionChoice(BaseModel):
+class FunctionChoice(StrictModel):
     """The name of a function."""
 
-    model_config = Strict
     name: FunctionName
 
 
-class NamedChoice(BaseModel):
+class NamedChoice(StrictModel):
     """A `tool_choice` that requires a call of one function."""
 
-    model_config = Strict
     type: Literal["function"]
     function: FunctionChoice
 
@@ -97,11 +98,10 @@ class NamedChoice(BaseModel):
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(StrictModel):
     """A call that the model requested. `arguments` is a JSON object as a string; an empty string means `{}`.
     OpenAI's client adds `parsed_arguments`, which has no effect."""
 
-    model_config = Strict
     name: FunctionName
     arguments: str
     parsed_arguments: Annotated[Any, Field(description="Accepted and ignored.")] = None
@@ -115,10 +115,9 @@ class FunctionCall(BaseModel):
         return value
 
 
-class ToolCall(BaseModel):
+class ToolCall(StrictModel):
     """An entry of `tool_calls` in a message of the assistant."""
 
-    model_config = Strict
     id: Id
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -130,10 +129,9 @@ class ToolCall(BaseModel):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class TextPart(BaseModel):
+class TextPart(StrictModel):
     """A part of a message's content."""
 
-    model_config = Strict
     type: Literal["text"]
     text: str
 
@@ -146,18 +144,16 @@ def check_url(url: object) -> object:
     return url
 
 
-class ImageUrl(BaseModel):
+class ImageUrl(StrictModel):
     """An image as a data URL. `detail` has no effect, because the model's files decide the size of the image."""
 
-    model_config = Strict
     url: Annotated[str, BeforeValidator(check_url)]
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImagePart(BaseModel):
+class ImagePart(StrictModel):
     """An image in a message's content."""
 
-    model_config = Strict
     type: Literal["image_url"]
     image_url: ImageUrl
 
@@ -181,10 +177,9 @@ def _check_not_null(content: object) -> object:
     return content
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(StrictModel):
     """One message of a conversation."""
 
-    model_config = Strict
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Content, BeforeValidator(_check_not_null)]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None

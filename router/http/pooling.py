@@ -13,14 +13,14 @@ from secrets import token_hex
 from time import time
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from router.dispatch.requests import GenerationRequest
 from router.http.asgi import ResponseWriter
 from router.http.bodies import Body, CacheSalt, CompletionBody, Priority, Prompt, TemplateArguments, Truncation, listed
 from router.http.generation import GenerationService
-from router.http.messages import Strict
+from router.http.messages import StrictModel
 from router.http.parsing import cache_namespace, check_ids, encode, run_in_thread
 from router.http.responses import dump
 from shared.errors import RequestError, UnavailableError
@@ -86,10 +86,9 @@ class PairBody(PoolingBody):
     use_activation: bool = True
 
 
-class RerankDocument(BaseModel):
+class RerankDocument(StrictModel):
     """A document that is given as an object, not as a string."""
 
-    model_config = Strict
     text: Text
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -40,7 +39,7 @@ from router.http.messages import (
     FunctionName,
     Id,
     NamedChoice,
-    Strict,
+    StrictModel,
     ToolDefinition,
     check_url,
     tag_of,
@@ -52,29 +51,26 @@ INCLUDES = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
-class InputText(BaseModel):
+class InputText(StrictModel):
     """A text in a message. `annotations` and `logprobs` of an earlier answer have no effect."""
 
-    model_config = Strict
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
-class InputImage(BaseModel):
+class InputImage(StrictModel):
     """An image in a message, as a data URL. `detail` has no effect."""
 
-    model_config = Strict
     type: Literal["input_image"]
     image_url: Annotated[str, BeforeValidator(check_url)]
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class RefusalPart(BaseModel):
+class RefusalPart(StrictModel):
     """A refusal in a message of the assistant."""
 
-    model_config = Strict
     type: Literal["refusal"]
     refusal: str
 
@@ -121,11 +117,10 @@ def content_of(content: str | Sequence[InputText | RefusalPart | InputImage]) ->
     ]
 
 
-class ResponseItem(BaseModel):
+class ResponseItem(StrictModel):
     """The base class of the items in `input`. Clients may send back an item of an earlier answer; its `id` and `status`
     have no effect."""
 
-    model_config = Strict
     id: Id | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
@@ -167,10 +162,9 @@ class CallOutputItem(ResponseItem):
     output: TextOrParts
 
 
-class SummaryText(BaseModel):
+class SummaryText(StrictModel):
     """A part of a reasoning item."""
 
-    model_config = Strict
     type: Literal["summary_text", "reasoning_text"]
     text: str
 
@@ -215,19 +209,17 @@ class ResponseTool(FunctionDefinition):
         return value
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(StrictModel):
     """How much the model reasons. There are no summaries; a reasoning item contains the whole reasoning."""
 
-    model_config = Strict
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextFormat(BaseModel):
+class TextFormat(StrictModel):
     """The format of the answer's text. It has the same fields as `response_format`, but without nesting."""
 
-    model_config = Strict
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
     description: str | None = None
@@ -250,10 +242,9 @@ class ResponseChoice(FunctionChoice):
     type: Literal["function"]
 
 
-class TextOptions(BaseModel):
+class TextOptions(StrictModel):
     """Options for the text of the answer."""
 
-    model_config = Strict
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 

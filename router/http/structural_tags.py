@@ -3,9 +3,9 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from router.http.messages import Strict
+from router.http.messages import StrictModel
 from router.text.answer_grammar import lark_of
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
@@ -15,20 +15,18 @@ MAX_TAGS = 128
 Marker = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class StructuralTag(BaseModel):
+class StructuralTag(StrictModel):
     """A tag begins with the text `begin` and ends with the text `end`. The content in between matches `schema`."""
 
-    model_config = Strict
     begin: Marker
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     end: Annotated[str, Field(max_length=256)]
 
 
-class StructuralTags(BaseModel):
+class StructuralTags(StrictModel):
     """The tags that an answer may have. The `begin` of each tag starts with a trigger. The text outside the tags
     contains no trigger."""
 
-    model_config = Strict
     type: Literal["structural_tag"]
     structures: Annotated[list[StructuralTag], Field(min_length=1, max_length=MAX_TAGS)]
     triggers: Annotated[list[Marker], Field(min_length=1, max_length=MAX_TAGS)]

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from router.http.messages import Strict, object_in
+from router.http.messages import StrictModel, object_in
 from router.http.structural_tags import StructuralTags
 from router.text.grammar_check import GrammarChecker, GrammarError
 from router.text.tokenizer import Tokenizer
@@ -63,20 +63,18 @@ class Constraint:
 SchemaName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(StrictModel):
     """The schema of an answer. It is enforced whether or not `strict` is set."""
 
-    model_config = Strict
     name: SchemaName
     description: str | None = None
     schema_: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(StrictModel):
     """OpenAI's `response_format`."""
 
-    model_config = Strict
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     structures: list[Any] | None = None
@@ -95,10 +93,9 @@ class ResponseFormat(BaseModel):
         return schema_constraint({"type": "object"}, "response_format") if self.type == "json_object" else None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(StrictModel):
     """vLLM's `structured_outputs`. Exactly one of the first six fields is set; the others are options for JSON."""
 
-    model_config = Strict
     # The names are those of vLLM. A field with the name `json` would hide a method of the base class, so `json` is only
     # an alias of `json_`.
     json_: Annotated[Schema | Text | None, Field(alias="json")] = None

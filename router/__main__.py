@@ -86,12 +86,9 @@ async def _serve(
     observer = dashboard or RouterObserver()
     served = connect(settings, models, f"router-{secrets.token_hex(8)}", _registry(settings, share), share, observer)
     admin = Admin([each.pool for each in served], settings.drain_timeout_s)
-    first, *more = (each.parts for each in served)
-    adapters = AdapterSync(served[0].pool, first.dispatcher.adapter_requests)
+    adapters = AdapterSync(served[0].pool, served[0].parts.dispatcher.adapter_requests)
     app = build_app(
-        first.dispatcher,
-        first.tokenizer,
-        first.card,
+        [each.parts for each in served],
         registry=_metrics(served, dashboard),
         observer=observer,
         slo=lambda: slo_targets(
@@ -101,8 +98,6 @@ async def _serve(
         keys=keys,
         allowed_origins=settings.allowed_origins,
         responses_store=open_store(settings.responses_store, settings.cluster),
-        images=first.images,
-        more_models=more,
         max_concurrent_requests=share.of(settings.max_concurrent_requests),
         request_timeout_s=settings.request_timeout_s,
         workers=WholeRouter(share.sockets, share.number) if share.sockets else None,

@@ -17,8 +17,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.requests import ModelCard
 from router.http.adapters import AdapterRoutes
 from router.http.anthropic import AnthropicApi
 from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
@@ -38,8 +36,6 @@ from router.nodes.adapters import AdapterSync
 from router.observer import RouterObserver
 from router.responses_store import ResponsesStore
 from router.text.grammar_check import GrammarChecker
-from router.text.images import ImageReader
-from router.text.tokenizer import Tokenizer
 from shared.clock import now_ns
 from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
@@ -51,9 +47,7 @@ Handler = Callable[[Body, ResponseWriter], Awaitable[None]]
 
 
 def build_app(
-    dispatcher: Dispatcher,
-    tokenizer: Tokenizer,
-    model: ModelCard,
+    models: Sequence[ModelParts],
     *,
     registry: CollectorRegistry | None = None,
     observer: RouterObserver | None = None,
@@ -62,22 +56,20 @@ def build_app(
     keys: ApiKeys | None = None,
     allowed_origins: Sequence[str] = (),
     responses_store: ResponsesStore | None = None,
-    images: ImageReader | None = None,
     max_concurrent_requests: int = 1024,
     request_timeout_s: float = 0.0,
     body_timeout_s: float = 10.0,
-    more_models: Sequence[ModelParts] = (),
     workers: WholeRouter | None = None,
     adapters: AdapterSync | None = None,
 ) -> Starlette:
     """Build the whole REST API as an ASGI app.
 
-    `more_models` are served too, each for the requests that name it. `/metrics` shows `registry`. The dispatcher and
-    the node pool must report to the same `observer`. `slo` returns the latency targets for a request that arrives now.
-    `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes for tenants from a browser.
-    `images` is None if the model takes no images. If `workers` is given, each route whose answers differ between the
-    workers merges the answers of all workers. The app `state.worker` serves the answers of this worker alone, so that
-    every worker can merge them. `adapters` is None if LoRA adapters cannot be loaded while the router runs.
+    Each model serves the requests that name it, and the first model also those that name none. `/metrics` shows
+    `registry`. The dispatchers and the node pools must report to the same `observer`. `slo` returns the latency targets
+    for a request that arrives now. `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes
+    for tenants from a browser. If `workers` is given, each route whose answers differ between the workers merges the
+    answers of all workers. The app `state.worker` serves the answers of this worker alone, so that every worker can
+    merge them. `adapters` is None if LoRA adapters cannot be loaded while the router runs.
 
     `state.responses` is a `ResponseRuns` that the caller must open and close, or None without a store.
 
@@ -86,10 +78,9 @@ def build_app(
     """
     registry = CollectorRegistry() if registry is None else registry
     observer = RouterObserver() if observer is None else observer
-    parts = ModelParts(dispatcher, tokenizer, model, images), *more_models
-    models, slots = ServedModels(_services(parts, registry, observer, slo)), RequestSlots(max_concurrent_requests)
-    handlers = ApiHandlers(models, registry, request_timeout_s, slots)
-    runs = None if responses_store is None else ResponseRuns(models, responses_store, token_hex(8), slots)
+    served, slots = ServedModels(_services(models, registry, observer, slo)), RequestSlots(max_concurrent_requests)
+    handlers = ApiHandlers(served, registry, request_timeout_s, slots)
+    runs = None if responses_store is None else ResponseRuns(served, responses_store, token_hex(8), slots)
     api = [
         *_body_routes(handlers, runs, body_timeout_s),
         Route("/v1/models", handlers.list_models),
@@ -100,9 +91,10 @@ def build_app(
     ping = Route("/ping", handlers.health, methods=["GET", "POST"])
     health = [Route("/health", handlers.health), Route("/ready", handlers.ready), ping]
     own = [*handlers.admin_routes(), *observer.routes(handlers.whole_status), *more_routes]
-    own += AdapterRoutes(models, adapters).routes()
-    admin = _of_all_workers(workers, own)
-    guard = Middleware(AuthMiddleware, keys=keys, tenants_routes=api, admin_routes=admin, metrics=models.first.metrics)
+    own += AdapterRoutes(served, adapters).routes()
+    paths = [each.path for each in own if isinstance(each, Route)]
+    admin = [*(workers.routes(paths) if workers is not None else ()), *own]  # the first route with a path is used
+    guard = Middleware(AuthMiddleware, keys=keys, tenants_routes=api, admin_routes=admin, metrics=served.first.metrics)
     cors = [Middleware(ApiCors, origins=allowed_origins, routes=api)] if allowed_origins else []
     app = _guarded([*api, *health, *admin], [*cors, guard])
     app.state.responses = runs
@@ -110,13 +102,6 @@ def build_app(
     app.state.admin = _guarded([*admin, *health], [guard])
     app.state.worker = _guarded(own, [])
     return app
-
-
-def _of_all_workers(workers: WholeRouter | None, routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """Return `routes`. If the router has several workers, add routes at the front that merge the answers of all
-    workers. The added routes take precedence over routes with the same paths."""
-    whole = [] if workers is None else workers.routes([each.path for each in routes if isinstance(each, Route)])
-    return [*whole, *routes]
 
 
 def _services(

@@ -6,13 +6,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from dashboard.routes import Dashboard
-from router.http.app import build_app
 from router.http.openapi import openapi
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tests.bad_input.conformance import asking_for, check, openai_document
 from tests.router.conftest import CHATML, byte_level_tokenizer
-from tests.router.scripted import EOS, MODEL, ScriptedDispatcher
+from tests.router.scripted import EOS, MODEL, ScriptedDispatcher, app_of
 
 CASES = 2  # number of valid requests for each operation, and of invalid ones
 
@@ -23,9 +22,7 @@ def app() -> Any:
     special = [token.content for token in library.get_added_tokens_decoder().values()]
     tokenizer = Tokenizer(library, {}, ChatTemplate(CHATML, {}, special))
     text = tokenizer.encode("Once upon a time")
-    return build_app(
-        ScriptedDispatcher(lambda _, sample: [*text[sample:], EOS]), tokenizer, MODEL, observer=Dashboard()
-    )
+    return app_of(ScriptedDispatcher(lambda _, sample: [*text[sample:], EOS]), tokenizer, MODEL, observer=Dashboard())
 
 
 def test_the_api_conforms_to_its_document(app: Any) -> None:

@@ -10,11 +10,10 @@ import sys
 from typing import Any
 
 from router.dispatch.requests import GenerationRequest, ModelCard
-from router.http.app import build_app
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parser import resolved
 from tests.router.answering import hermes_tokenizer
-from tests.router.scripted import EOS, ScriptedDispatcher, serving
+from tests.router.scripted import EOS, ScriptedDispatcher, app_of, serving
 
 START, END = "<|im_start|>", "<|im_end|>"
 VALUES: dict[str, Any] = {"integer": 3, "number": 3.5, "string": "Paris", "boolean": True, "array": [], "null": None}
@@ -53,7 +52,7 @@ async def main() -> None:
     dispatcher = ScriptedDispatcher(script)
     dispatcher.tokens_per_piece = 3
     model = ModelCard("tools", max_model_len=20_000, vocab_size=400, eos_ids=frozenset({EOS}))
-    async with serving(build_app(dispatcher, tokenizer, model)) as (_, port):
+    async with serving(app_of(dispatcher, tokenizer, model)) as (_, port):
         print(f"http://127.0.0.1:{port}", flush=True)
         await asyncio.to_thread(sys.stdin.read)
 

@@ -8,12 +8,11 @@ import openai
 import tokenizers
 
 from router.dispatch.requests import ModelCard
-from router.http.app import build_app
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.text.tool_syntax import find_syntax
 from tests.router.conftest import CHATML, byte_level_tokenizer
-from tests.router.scripted import EOS, ScriptedDispatcher, serving
+from tests.router.scripted import EOS, ScriptedDispatcher, app_of, serving
 
 HERMES = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + CHATML.replace(
     "{{ message['content'] | trim }}",
@@ -63,7 +62,7 @@ async def connecting(**options: Any) -> AsyncIterator[Connect]:
             dispatcher = ScriptedDispatcher(lambda *_: [*tokenizer.encode(answer), EOS])
             dispatcher.tokens_per_piece = tokens_per_piece
             model = ModelCard("tiny", max_model_len=2000, vocab_size=400, eos_ids=frozenset({EOS}))
-            app = build_app(dispatcher, tokenizer, model, **options | more)
+            app = app_of(dispatcher, tokenizer, model, **options | more)
             _, port = await stack.enter_async_context(serving(app))
             if (runs := app.state.responses) is not None:
                 runs.open()

@@ -7,8 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from router.dispatch.requests import GenerationRequest, ModelCard, TokenStream
+from router.http.app import build_app
+from router.http.generation import ModelParts
 from router.nodes.connection import ANY_VERSION
 from shared.errors import UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, pack_ids
@@ -16,6 +19,11 @@ from shared.rpc.messages import Logprobs, TokenDelta, pack_ids
 EOS = 2
 MODEL = ModelCard("tiny", max_model_len=200, vocab_size=330, eos_ids=frozenset({EOS}), created=7)
 Script = Callable[[GenerationRequest, int], list[int]]
+
+
+def app_of(dispatcher: Any, tokenizer: Any, model: ModelCard, **options: Any) -> Starlette:
+    """Return the app of a router with one model. `options` are arguments of `build_app`."""
+    return build_app([ModelParts(dispatcher, tokenizer, model)], **options)
 
 
 def scored(token: int) -> Logprobs:

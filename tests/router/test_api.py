@@ -12,12 +12,11 @@ import pytest
 
 from dashboard.history import RequestHistory
 from dashboard.routes import Dashboard
-from router.http.app import build_app
 from router.observer import RouterObserver
 from shared.clock import now_ns
 from shared.errors import UnavailableError
 from tests.router.bad_requests import post
-from tests.router.scripted import EOS, MODEL, ScriptedDispatcher, serving
+from tests.router.scripted import EOS, MODEL, ScriptedDispatcher, app_of, serving
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ TEXT = "Once upon 🦊 time there was"
 
 @pytest.fixture
 async def client(dispatcher, byte_level) -> AsyncIterator[httpx.AsyncClient]:
-    app = build_app(dispatcher, byte_level, MODEL, max_concurrent_requests=4)
+    app = app_of(dispatcher, byte_level, MODEL, max_concurrent_requests=4)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         yield client
@@ -376,7 +375,7 @@ async def test_requests_beyond_the_limit_are_rejected_with_a_retry_time(client, 
 
 async def test_openais_client_works(dispatcher, byte_level):
     async with (
-        serving(build_app(dispatcher, byte_level, MODEL)) as (_, port),
+        serving(app_of(dispatcher, byte_level, MODEL)) as (_, port),
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
     ):
         assert [model.id async for model in client.models.list()] == ["tiny"]
@@ -432,7 +431,7 @@ def choices_of(response: httpx.Response) -> list[str]:
 async def test_a_bug_fails_its_own_request_alone(dispatcher, byte_level, method, at, stream):
     """Other requests get their usual answer, and every stream of both requests is closed."""
     parts = [Failing(part, method, at) for part in (dispatcher, byte_level, RouterObserver())]
-    app = build_app(parts[0], parts[1], MODEL, observer=parts[2], max_concurrent_requests=2)
+    app = app_of(parts[0], parts[1], MODEL, observer=parts[2], max_concurrent_requests=2)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 9, "logprobs": 1, "echo": True, "stream": stream}
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
@@ -457,7 +456,7 @@ async def test_a_bug_fails_its_own_request_alone(dispatcher, byte_level, method,
 async def test_a_disconnect_ends_the_work(dispatcher, byte_level, stream, hangs_after):
     dispatcher.hangs_after = hangs_after
     body = json.dumps({"prompt": ["x", "y"], "stream": stream}).encode()
-    async with serving(build_app(dispatcher, byte_level, MODEL)) as (_, port):
+    async with serving(app_of(dispatcher, byte_level, MODEL)) as (_, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(post(body))
         for _ in range(2):
@@ -472,7 +471,7 @@ async def test_a_disconnect_ends_the_work(dispatcher, byte_level, stream, hangs_
 async def test_a_request_is_recorded_from_its_first_byte_to_its_last(dispatcher, byte_level):
     """The recorded time includes reading the request body and writing the response."""
     records = RequestHistory()
-    app = build_app(dispatcher, byte_level, MODEL, observer=records)
+    app = app_of(dispatcher, byte_level, MODEL, observer=records)
     at: dict[str, float] = {"arrived": now_ns() / 1e6}
 
     async def receive() -> dict[str, Any]:
@@ -498,9 +497,8 @@ async def test_a_request_is_recorded_from_its_first_byte_to_its_last(dispatcher,
 
 
 async def test_a_router_without_the_dashboard_has_none_of_its_routes_metrics_or_fields(dispatcher, byte_level):
-    app = build_app(dispatcher, byte_level, MODEL)
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    app = app_of(dispatcher, byte_level, MODEL)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         for path in ("/", "/events", "/trace", "/v1/requests", "/v1/steps"):
             assert (await client.get(path)).status_code == 404
         assert not Dashboard.queries.keys() & (await client.get("/openapi.json")).json()["paths"].keys()

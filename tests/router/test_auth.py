@@ -20,14 +20,13 @@ from starlette.routing import Route
 from cluster.cli import main
 from compare.main import command_line
 from dashboard.routes import Dashboard
-from router.http.app import build_app
 from router.http.asgi import ANONYMOUS, Identity, deadline_of
 from router.http.auth import NO_KEY_NEEDED, ApiKeys
 from router.http.bodies import CompletionBody, parse_body
 from router.http.parsing import build_requests, cache_namespace
 from shared.config.settings import RouterSettings, resolve
 from shared.errors import ConfigError, RequestError
-from tests.router.scripted import MODEL, ScriptedDispatcher
+from tests.router.scripted import MODEL, ScriptedDispatcher, app_of
 
 ACME, OTHER, ADMIN = "key-of-acme", "key-of-other", "key-of-admin"
 
@@ -149,7 +148,7 @@ def test_baton_key_prints_a_key_and_its_line(capsys: Any, file: Path) -> None:
 @pytest.fixture
 def app(file: Path, byte_level: Any) -> Starlette:
     dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 2])
-    return build_app(dispatcher, byte_level, MODEL, keys=ApiKeys(str(file)), observer=Dashboard())
+    return app_of(dispatcher, byte_level, MODEL, keys=ApiKeys(str(file)), observer=Dashboard())
 
 
 @pytest.fixture
@@ -279,11 +278,8 @@ def cors_of(response: httpx.Response) -> dict[str, str]:
 @pytest.mark.parametrize("origins", [(), ("*",), (PAGE, "http://localhost:3000")])
 async def test_pages_of_allowed_origins_may_call_the_api(file: Path, byte_level: Any, origins: tuple[str, ...]) -> None:
     dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 2])
-    app = build_app(
-        dispatcher, byte_level, MODEL, keys=ApiKeys(str(file)), observer=Dashboard(), allowed_origins=origins
-    )
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    app = app_of(dispatcher, byte_level, MODEL, keys=ApiKeys(str(file)), observer=Dashboard(), allowed_origins=origins)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         preflight = await client.options("/v1/chat/completions", headers=PREFLIGHT)
         body = {"prompt": "a", "stream": True}
         own = {"origin": PAGE, **bearer(ACME)}

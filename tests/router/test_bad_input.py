@@ -22,7 +22,6 @@ import uvicorn
 
 from cluster.cli import main
 from engine.hash_model import expected_tokens
-from router.http.app import build_app
 from router.http.connection import MAX_PIPELINED, ConnectionLimits, HttpConnection, IdleConnections
 from router.http.parsing import cache_namespace
 from shared.lifecycle import wait_until
@@ -46,7 +45,7 @@ from tests.router.bad_requests import (
     head,
     post,
 )
-from tests.router.scripted import MODEL, ScriptedDispatcher, serving
+from tests.router.scripted import MODEL, ScriptedDispatcher, app_of, serving
 
 INTERNALS = re.compile(
     rb"Traceback|\.py\b|0x[0-9a-f]{6}|/(?:home|work|usr|etc|root|var|proc)/|Error:|Exception|pydantic"
@@ -247,7 +246,7 @@ class Served:
 @asynccontextmanager
 async def short_timeouts(byte_level: Any, **limits: float) -> AsyncIterator[Served]:
     dispatcher, idle = ScriptedDispatcher(lambda _, __: [5, 6, 2]), IdleConnections()
-    app = build_app(dispatcher, byte_level, MODEL, body_timeout_s=0.3)
+    app = app_of(dispatcher, byte_level, MODEL, body_timeout_s=0.3)
     times = {"head_s": 0.3, "rest_s": 0.3, "idle_s": 0.6}
     http = partial(HttpConnection, limits=ConnectionLimits(**(times | limits)), waiting=idle)
     async with serving(app, http=http) as (server, port):

@@ -13,13 +13,12 @@ import httpx
 import pytest
 
 from router.dispatch.requests import GenerationRequest, PoolingRule, TokenStream
-from router.http.app import build_app
 from router.text.chat_template import ChatTemplate
 from router.text.pooling_rule import read_pooling
 from router.text.tokenizer import Tokenizer
 from shared.errors import ConfigError
 from tests.router.conftest import byte_level_tokenizer
-from tests.router.scripted import MODEL, ScriptedDispatcher
+from tests.router.scripted import MODEL, ScriptedDispatcher, app_of
 
 EMBEDS, RANKS = PoolingRule("last", normalizes=True), PoolingRule("logits", tokens=(5, 6))
 TEMPLATE = "{% for message in messages %}{{ message.role }}{{ message.content }}{% endfor %}"
@@ -35,7 +34,7 @@ def tokenizer() -> Tokenizer:
 async def serving(rule: PoolingRule, vector: tuple[float, ...] = (3.0, 4.0, 0.0)) -> AsyncIterator[httpx.AsyncClient]:
     dispatcher = ScriptedDispatcher(lambda *_: [])
     dispatcher.vector = struct.pack(f"<{len(vector)}f", *vector)
-    app = build_app(dispatcher, tokenizer(), replace(MODEL, pooling=rule))
+    app = app_of(dispatcher, tokenizer(), replace(MODEL, pooling=rule))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         yield client
 
@@ -116,9 +115,7 @@ class CountingDispatcher(ScriptedDispatcher):
 async def test_many_inputs_do_not_fill_the_queue(length: int, most: int) -> None:
     dispatcher = CountingDispatcher(lambda *_: [])
     dispatcher.vector = struct.pack("<f", 1.0)
-    app = build_app(
-        dispatcher, Tokenizer(byte_level_tokenizer(), {}), replace(MODEL, pooling=EMBEDS, max_model_len=4096)
-    )
+    app = app_of(dispatcher, Tokenizer(byte_level_tokenizer(), {}), replace(MODEL, pooling=EMBEDS, max_model_len=4096))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
         answer = await client.post("/v1/embeddings", json={"input": [[1] * length] * 100})
         assert len(answer.json()["data"]) == 100

@@ -37,14 +37,19 @@ def object_in(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def depth_of(value: Any) -> int:
+    """Return how many levels deep lists and objects are nested. An object of numbers has one level."""
+    depth, level = 0, [value]
+    while level := [item for each in level for item in _items(each)]:
+        depth += 1
+    return depth
+
+
 def check_depth(value: Any) -> Any:
     """Raise an error if lists and objects are nested more than MAX_DEPTH levels deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [item for each in level for item in _items(each)]
-        if not level:
-            return value
-    raise PydanticCustomError("depth", "is nested more than {depth} levels deep", {"depth": MAX_DEPTH})
+    if depth_of(value) > MAX_DEPTH:
+        raise PydanticCustomError("depth", "is nested more than {depth} levels deep", {"depth": MAX_DEPTH})
+    return value
 
 
 def _items(value: object) -> Iterable[Any]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from router.http.messages import StrictModel, object_in
+from router.http.messages import MAX_DEPTH, StrictModel, depth_of, object_in
 from router.http.structural_tags import StructuralTags
 from router.text.grammar_check import GrammarChecker, GrammarError
 from router.text.tokenizer import Tokenizer
@@ -19,7 +19,6 @@ from shared.errors import RequestError
 from shared.grammar import choice_grammar, json_grammar, regex_grammar
 
 MAX_BYTES = 64 << 10  # maximum size of a schema, regular expression or grammar
-MAX_DEPTH = 32  # maximum nesting of a schema
 MAX_CHOICES = 1024
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 UNKNOWN_KEYWORDS = re.compile(r'Unimplemented keys: \["([^"]*)"')
@@ -157,7 +156,7 @@ def _of_tags(value: dict[str, Any], param: str) -> Constraint:
 
 def schema_constraint(schema: Schema, param: str, **options: Any) -> Constraint:
     """Return the constraint for JSON that matches the schema. Raises RequestError if the schema is too large."""
-    if _depth(schema) > MAX_DEPTH:
+    if depth_of(schema) > MAX_DEPTH:
         raise RequestError(f"`{param}` is nested deeper than {MAX_DEPTH} levels.", param, "invalid_grammar")
     _check_size(len(json.dumps(schema, ensure_ascii=False).encode()), param)
     if place := next((path for path, each in _objects(schema) if "$ref" in each and "$id" in each), None):
@@ -177,16 +176,6 @@ def _parsed(given: Schema | str, param: str) -> Schema:
     if value is None:
         raise RequestError(f"`{param}` must be a JSON object, or a string that contains one.", param)
     return value
-
-
-def _depth(value: Any) -> int:
-    """Return how many levels deep lists and objects are nested. An object of numbers has one level."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        inner = [list(each.values()) if isinstance(each, dict) else each for each in level]
-        level = [each for values in inner if isinstance(values, list) for each in values]
-    return depth - 1
 
 
 def _closed(value: Any) -> Any:

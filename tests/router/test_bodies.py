@@ -124,9 +124,9 @@ FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
 RESULT = {"role": "tool", "content": "x", "tool_call_id": "c1"}
-DEEP: dict = {}
-for _ in range(400):
-    DEEP = {"a": [DEEP]}
+DEEP: dict = {"a": 1}
+for _ in range(32):
+    DEEP = {"a": DEEP}  # has 33 levels in the end
 
 
 def calling(**fields: object) -> dict:
@@ -250,6 +250,10 @@ def test_messages_of_tools_reach_the_template():
     assert plain[3] == {"role": "assistant", "content": "y"}
     assert plain[4]["tool_calls"][0]["function"]["arguments"] == {}
     assert [tool.plain() for tool in body.tools] == [TOOL]
+
+
+def test_arguments_may_have_32_levels():
+    parse_body(ChatBody, body_of(ChatBody, messages=[USER, with_arguments(json.dumps(DEEP["a"]))]), ["m"])
 
 
 def test_openais_harmless_fields_are_ignored():

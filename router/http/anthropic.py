@@ -5,9 +5,9 @@ Names and limits are as in Anthropic's API. Thinking blocks have an empty signat
 blocks that a client sends back. `cache_control` has no effect, because every prefix is cached.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
@@ -24,8 +24,8 @@ from router.http.messages import (
     Id,
     StrictModel,
     check_depth,
-    images_of_parameter,
     object_in,
+    renamed_parameters,
     tag_of,
 )
 from router.http.output import TextDelta
@@ -37,6 +37,9 @@ from shared.errors import RequestError
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 Event = dict[str, Any]
+# Parameters of chat completions, and their names in this API.
+PARAMS = {"stop": "stop_sequences", "response_format.json_schema.schema": "output_config.format.schema"}
+named_parameters = partial(renamed_parameters, PARAMS, images="messages", schema="input_schema")
 
 
 class ContentBlock(StrictModel):
@@ -264,22 +267,6 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
         fields: dict[str, Any] = {"tool_calls": calls, "reasoning_content": thoughts or None}
         found.append({"role": message.role, "content": text} | (fields if message.role == "assistant" else {}))
     return found
-
-
-@contextmanager
-def named_parameters() -> Iterator[None]:
-    """In an error, replace a parameter's name in chat completions by its name in this API."""
-    try:
-        with images_of_parameter("messages"):
-            yield
-    except RequestError as error:
-        given = param = error.param or ""
-        if param.startswith("tools["):
-            param = param.replace("].function.parameters", "].input_schema").replace("].function.", "].")
-        names = {"stop": "stop_sequences", "response_format.json_schema.schema": "output_config.format.schema"}
-        error.param = names.get(param, param) or None
-        error.message = error.message.replace(f"`{given}`", f"`{error.param}`")
-        raise
 
 
 class MessageEvents:

@@ -265,15 +265,24 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def images_of_parameter(name: str) -> Iterator[None]:
-    """In errors about images, replace the name of the parameter by `name`. Use this context
-    manager for chats that were converted from requests of another API."""
+def renamed_parameters(names: Mapping[str, str], *, images: str, schema: str) -> Iterator[None]:
+    """In an error about a chat that was converted from a request of another API, use that API's name of the parameter.
+
+    `names` maps parameters of chat completions to those of the other API, which has images in the parameter `images`
+    and the schema of a tool's arguments in the tool's field `schema`.
+    """
     try:
         yield
     except RequestError as error:
-        if error.param is not None and error.param.endswith(".image_url.url"):
-            error.message = error.message.replace(f"`{error.param}`", f"An image of `{name}`")
-            error.param = name
+        if (given := error.param) is None:
+            raise
+        if given.endswith(".image_url.url"):
+            error.param, shown = images, f"An image of `{images}`"
+        else:
+            name = given.replace("].function.parameters", f"].{schema}").replace("].function.", "].")
+            error.param = names.get(given, name)
+            shown = f"`{error.param}`"
+        error.message = error.message.replace(f"`{given}`", shown)
         raise
 
 

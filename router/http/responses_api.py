@@ -6,9 +6,10 @@ A response of another tenant gives the status 404, like a response that does not
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from secrets import token_hex
 
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from router.dispatch.requests import GenerationRequest
 from router.http.asgi import SCOPE_KEY, STREAM_HEADERS, ResponseWriter, described
 from router.http.bodies import Body, ChatBody
 from router.http.generation import GenerationService
-from router.http.messages import images_of_parameter, object_in
+from router.http.messages import object_in, renamed_parameters
 from router.http.response_bodies import Item, ResponsesBody, items_of, items_to_json
 from router.http.response_events import ResponseEvents, items_with_ids
 from router.http.response_runs import ResponseRuns, body_of
@@ -32,23 +33,10 @@ from shared.rpc.messages import pack_ids
 # Parameters of chat completions, and their names in the Responses API.
 PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 PARAMS |= {"response_format.json_schema.schema": "text.format.schema"}
+named_parameters = partial(renamed_parameters, PARAMS, images="input", schema="parameters")
 PATH = "/v1/responses/{id}"
 MAX_LIMIT = 100
 NEEDS_STORE = "needs a store of responses; start the router with --responses-store"
-
-
-@contextmanager
-def named_parameters() -> Iterator[None]:
-    """In an error, replace a parameter's name in chat completions by its name in this API."""
-    try:
-        with images_of_parameter("input"):
-            yield
-    except RequestError as error:
-        param = error.param or ""
-        error.param = PARAMS.get(
-            param, param.replace("].function.", "].") if param.startswith("tools[") else error.param
-        )
-        raise
 
 
 @dataclass(frozen=True)

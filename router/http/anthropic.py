@@ -23,6 +23,7 @@ from router.http.messages import (
     FunctionName,
     Id,
     StrictModel,
+    TextOr,
     check_depth,
     object_in,
     renamed_parameters,
@@ -125,10 +126,7 @@ class AnthropicMessage(StrictModel):
     """A message of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[
-        Annotated[str, Tag("~string")] | Annotated[Blocks, Tag("~blocks")],
-        Discriminator(lambda value: "~string" if isinstance(value, str) else "~blocks"),
-    ]
+    content: TextOr[Blocks]
 
     def blocks(self) -> Sequence[Block]:
         return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content

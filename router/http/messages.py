@@ -7,7 +7,7 @@ the role `tool`.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -169,6 +169,12 @@ def tag_of(value: Any, default: str = "") -> str:
     return "~" + str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", ""))
 
 
+Listed = TypeVar("Listed")
+# A text or a list. An error explains only the form that the client gave.
+TextOr = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[Listed, Tag("~list")],
+    Discriminator(lambda value: "~text" if isinstance(value, str) else "~list"),
+]
 ContentPart = Annotated[
     Annotated[TextPart, Tag("~text")] | Annotated[ImagePart, Tag("~image_url")],
     Discriminator(tag_of, "part", "must be a text or an image_url"),

@@ -40,6 +40,7 @@ from router.http.messages import (
     Id,
     NamedChoice,
     StrictModel,
+    TextOr,
     ToolDefinition,
     check_url,
     tag_of,
@@ -92,9 +93,6 @@ MessagePart = Annotated[
 ]
 Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
 MessageParts = Annotated[list[MessagePart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-_text_or_parts = Discriminator(lambda value: "~text" if isinstance(value, str) else "~parts")
-TextOrParts = Annotated[Annotated[str, Tag("~text")] | Annotated[Parts, Tag("~parts")], _text_or_parts]
-MessageContent = Annotated[Annotated[str, Tag("~text")] | Annotated[MessageParts, Tag("~parts")], _text_or_parts]
 
 
 def text_of(content: str | Sequence[InputText | RefusalPart | InputImage]) -> str:
@@ -130,7 +128,7 @@ class MessageItem(ResponseItem):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: MessageContent
+    content: TextOr[MessageParts]
     phase: str | None = None
 
     @model_validator(mode="after")
@@ -159,7 +157,7 @@ class CallOutputItem(ResponseItem):
 
     type: Literal["function_call_output"]
     call_id: Id
-    output: TextOrParts
+    output: TextOr[Parts]
 
 
 class SummaryText(StrictModel):
@@ -190,10 +188,6 @@ Item = Annotated[
     ),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-TextOrItems = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[Items, Tag("~items")],
-    Discriminator(lambda value: "~text" if isinstance(value, str) else "~items"),
-]
 
 
 class ResponseTool(FunctionDefinition):
@@ -252,7 +246,7 @@ class TextOptions(StrictModel):
 class ResponsesBody(GenerateBody):
     """POST /v1/responses."""
 
-    input: TextOrItems
+    input: TextOr[Items]
     background: bool = False
     chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
     include: Annotated[list[INCLUDES], Field(max_length=16)] = Field(default_factory=list)

@@ -356,9 +356,8 @@ class AnthropicApi:
 
     generation: GenerationService
 
-    async def create(self, body: Body, reply: ResponseWriter) -> None:
+    async def create(self, body: MessagesBody, reply: ResponseWriter) -> None:
         """Handle POST /v1/messages."""
-        assert isinstance(body, MessagesBody)
         message_id = f"msg_{token_hex(16)}"
         same = {"max_tokens", "stream", "temperature", "top_k", "top_p"} & body.model_fields_set
         fields = {name: getattr(body, name) for name in same}
@@ -379,9 +378,8 @@ class AnthropicApi:
         else:
             await reply.json(events.message)
 
-    async def count_tokens(self, body: Body, reply: ResponseWriter) -> None:
+    async def count_tokens(self, body: CountTokensBody, reply: ResponseWriter) -> None:
         """Handle POST /v1/messages/count_tokens."""
-        assert isinstance(body, CountTokensBody)
         with named_parameters():
             chat = validated(ChatBody, body.chat_fields())
             check_tools(chat, self.generation.tokenizer.syntax)

@@ -43,7 +43,7 @@ from shared.version import package_version
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
 MAX_PATH, MAX_LISTED = 64, 7  # limits of an error about an unknown path: length of the path, number of known paths
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
-Handler = Callable[[Body, ResponseWriter], Awaitable[None]]
+Handler = Callable[[Any, ResponseWriter], Awaitable[None]]  # gets a body of the type that POSTS has for its path
 
 
 def build_app(
@@ -179,9 +179,8 @@ class CompletionsApi:
 
     generation: GenerationService
 
-    async def completions(self, body: Body, reply: ResponseWriter) -> None:
+    async def completions(self, body: CompletionBody | ChatBody, reply: ResponseWriter) -> None:
         """Handle POST /v1/completions and /v1/chat/completions."""
-        assert isinstance(body, CompletionBody | ChatBody)
         request_id = ("chatcmpl-" if isinstance(body, ChatBody) else "cmpl-") + token_hex(16)
         requests = await self.generation.requests(body, request_id, reply)
         output = self.generation.output(body, request_id, requests, reply.arrived)
@@ -199,9 +198,8 @@ class CompletionsApi:
         else:
             await reply.json(formatter.answer())
 
-    async def tokenize(self, body: Body, reply: ResponseWriter) -> None:
+    async def tokenize(self, body: TokenizeBody, reply: ResponseWriter) -> None:
         """Handle POST /tokenize, with the fields of vLLM."""
-        assert isinstance(body, TokenizeBody)
         if body.prompt is not None:
             ids = await encode(self.generation.tokenizer, body.prompt, body.add_special_tokens is not False)
         else:
@@ -216,9 +214,8 @@ class CompletionsApi:
             }
         )
 
-    async def detokenize(self, body: Body, reply: ResponseWriter) -> None:
+    async def detokenize(self, body: DetokenizeBody, reply: ResponseWriter) -> None:
         """Handle POST /detokenize, with the fields of vLLM. The text includes special tokens."""
-        assert isinstance(body, DetokenizeBody)
         check_ids(body.tokens, self.generation.model, "tokens")
         await reply.json({"prompt": self.generation.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 

@@ -134,9 +134,8 @@ class PoolingApi:
         self._generation = generation
         self._rule = generation.model.pooling
 
-    async def embeddings(self, body: Body, reply: ResponseWriter) -> None:
+    async def embeddings(self, body: EmbeddingBody, reply: ResponseWriter) -> None:
         """Handle POST /v1/embeddings."""
-        assert isinstance(body, EmbeddingBody)
         self._check_embeds()
         prompts = [await self._encoded(text, body, "input", body.add_special_tokens) for text in body.inputs]
         name = f"embd-{token_hex(16)}"
@@ -151,17 +150,15 @@ class PoolingApi:
 
         await reply.encoded_json(await asyncio.to_thread(encoded))
 
-    async def score(self, body: Body, reply: ResponseWriter) -> None:
+    async def score(self, body: ScoreBody, reply: ResponseWriter) -> None:
         """Handle POST /v1/score."""
-        assert isinstance(body, ScoreBody)
         name, (left, right) = f"score-{token_hex(16)}", body.sides
         scores, prompts = await self._scores(left, right, body, name, reply)
         data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)]
         await reply.json(self._list(name, body, data, prompts))
 
-    async def rerank(self, body: Body, reply: ResponseWriter) -> None:
+    async def rerank(self, body: RerankBody, reply: ResponseWriter) -> None:
         """Handle POST /v1/rerank. The most relevant documents come first."""
-        assert isinstance(body, RerankBody)
         name = f"rerank-{token_hex(16)}"
         texts = [one if isinstance(one, str) else one.text for one in body.documents]
         scores, prompts = await self._scores([body.query], texts, body, name, reply)

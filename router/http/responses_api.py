@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from router.dispatch.requests import GenerationRequest
 from router.http.asgi import SCOPE_KEY, STREAM_HEADERS, ResponseWriter, described
-from router.http.bodies import Body, ChatBody
+from router.http.bodies import ChatBody
 from router.http.generation import GenerationService
 from router.http.messages import object_in, renamed_parameters
 from router.http.response_bodies import Item, ResponsesBody, items_of, items_to_json
@@ -55,9 +55,8 @@ class ResponsesApi:
             Route(PATH + "/input_items", self.input_items, methods=["GET"]),
         ]
 
-    async def create(self, body: Body, reply: ResponseWriter) -> None:
+    async def create(self, body: ResponsesBody, reply: ResponseWriter) -> None:
         """Handle POST /v1/responses."""
-        assert isinstance(body, ResponsesBody)
         if body.background and body.store is False:
             raise RequestError("`background` requires `store`.", "background")
         for name in ("store", "background", "previous_response_id"):

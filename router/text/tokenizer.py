@@ -143,15 +143,11 @@ class Tokenizer:
         marker, as Gemma 3's processor does. Return the new text, and the new `offsets`."""
         start, token, end = map(self.token_name, markers)
         whole, names = f"\n\n{start}{token}{end}\n\n", set(offsets)
-        parts: list[str] = []
-        moved, at = list(offsets), 0
-        for found in re.finditer(re.escape(start), text):
-            if found.start() not in names:
-                parts += [text[at : found.start()], whole]
-                at = found.end()
-                longer = len(whole) - len(start)
-                moved = [one + longer * (old > found.start()) for one, old in zip(moved, offsets, strict=True)]
-        return "".join([*parts, text[at:]]), moved
+        places = [found.start() for found in re.finditer(re.escape(start), text) if found.start() not in names]
+        begins = [0, *(place + len(start) for place in places)]  # of the texts between the markers
+        parts = [text[begin:place] for begin, place in zip(begins, [*places, None], strict=True)]
+        longer = len(whole) - len(start)
+        return whole.join(parts), [offset + longer * bisect_left(places, offset) for offset in offsets]
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of a whole sequence of tokens."""

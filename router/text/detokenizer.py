@@ -195,6 +195,15 @@ class ByteFallbackDetokenizer:
 Detokenizer = ByteLevelDetokenizer | ByteFallbackDetokenizer
 
 
+def len_begun(text: str, markers: tuple[str, ...]) -> int:
+    """Return the length of the longest suffix of the text that is the beginning of a marker."""
+    tail = text[-max(map(len, markers), default=1) :]
+    if not any(marker[0] in tail for marker in markers):  # the usual case, which should be fast
+        return 0
+    sizes = (size for marker in markers for size in range(1, len(marker)) if tail.endswith(marker[:size]))
+    return max(sizes, default=0)
+
+
 class StopStrings:
     """Searches a text that arrives in pieces for stop strings.
 
@@ -220,9 +229,7 @@ class StopStrings:
             end, start, self.matched = min(ends)
             self._held = ""
             return text[: end if self._include else start]
-        cut = len(text) - max(
-            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
-        )
+        cut = len(text) - len_begun(text, self._stops)
         self._held = text[cut:]
         return text[:cut]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NoReturn
 
+from router.text.detokenizer import len_begun
 from router.text.tool_syntax import HARMONY_BODY, HARMONY_ENDS, HARMONY_HEADS, AnswerSyntax, ToolSyntax, XmlTags
 
 MAX_REFERENCES = 8  # maximum length of a chain of references between schemas
@@ -50,20 +51,6 @@ class SyntaxBrokenError(Exception):
 @cache
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)) or "(?!)")
-
-
-@cache
-def _first_characters(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return _any_of(tuple(sorted({marker[0] for marker in markers})))
-
-
-def _len_begun(text: str, markers: tuple[str, ...]) -> int:
-    """Return the length of the longest suffix of the text that is the beginning of a marker."""
-    tail = text[-max(map(len, markers), default=1) :]
-    if not _first_characters(markers).search(tail):
-        return 0
-    sizes = (size for marker in markers for size in range(1, len(marker)) if tail.endswith(marker[:size]))
-    return max(sizes, default=0)
 
 
 @cache
@@ -177,7 +164,7 @@ class AnswerParser:
                 emit(rest[: found.start()])
                 self._at += found.start()
                 return found[0]
-            cut = len(rest) - (0 if self._is_last else _len_begun(rest, markers))
+            cut = len(rest) - (0 if self._is_last else len_begun(rest, markers))
             emit(rest[:cut])
             self._at += cut
             if self._is_last:

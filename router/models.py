@@ -96,4 +96,5 @@ def connect(
 
 
 def _resize(queue: AdmissionQueue, share: WorkerShare, capacity: PoolCapacity, now: float) -> None:
-    queue.resize(share.of_capacity(capacity), now)
+    """Give the queue this worker's part of the capacity of the nodes."""
+    queue.resize(PoolCapacity(*map(share.of, capacity)), now)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.nodes.placement import PoolCapacity
 from shared.lifecycle import set_parent_death_signal
 
 log = logging.getLogger("baton.router")
@@ -42,10 +41,6 @@ class WorkerShare:
         """Return this worker's part of a limit. The part is 0 only if the limit is 0. The parts of all workers add up
         to the limit if it is at least `count`."""
         return max(limit > 0, limit // self.count + (self.number < limit % self.count))
-
-    def of_capacity(self, capacity: PoolCapacity) -> PoolCapacity:
-        """Return this worker's part of the capacity of the nodes."""
-        return PoolCapacity(*map(self.of, capacity))
 
 
 def supervise(

@@ -51,7 +51,7 @@ def _check_input(value: object) -> object:
     """Check all forms of `input` together, because pydantic's own message would explain only one of them."""
 
     def is_prompt(one: object) -> bool:
-        return isinstance(one, str) or (isinstance(one, list) and all(type(each) is int for each in one))
+        return isinstance(one, str) or (isinstance(one, list) and all(type(each) is int and each >= 0 for each in one))
 
     if is_prompt(value) and value:
         return value

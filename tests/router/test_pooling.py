@@ -46,6 +46,7 @@ BAD: list[tuple[PoolingRule, str, dict[str, Any], str]] = [
     (EMBEDS, "/v1/embeddings", {}, "`input`: Field required"),
     (EMBEDS, "/v1/embeddings", {"input": []}, "`input`: must be a string"),
     (EMBEDS, "/v1/embeddings", {"input": ""}, "`input`: must be a string"),
+    (EMBEDS, "/v1/embeddings", {"input": [-1]}, "`input`: must be a string"),
     (EMBEDS, "/v1/embeddings", {"input": ["a"] * 2049}, "1 to 2048"),
     (EMBEDS, "/v1/embeddings", {"input": [330]}, "Token ids in `input` must be from 0 to 329"),
     (EMBEDS, "/v1/embeddings", {"input": [1] * 200}, "An input has 200 tokens; at most 199 fit"),

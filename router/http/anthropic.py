@@ -5,16 +5,16 @@ Names and limits are as in Anthropic's API. Thinking blocks have an empty signat
 blocks that a client sends back. `cache_control` has no effect, because every prefix is cached.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from router.http.asgi import ResponseWriter
-from router.http.bodies import Body, ChatBody, ReasoningEffort, Stop, TemplateArguments, TokenCount, validated
+from router.http.bodies import EXPECTED, Body, ChatBody, ReasoningEffort, Stop, TemplateArguments, TokenCount, validated
 from router.http.generation import GenerationService
 from router.http.messages import (
     MAX_MESSAGES,
@@ -175,6 +175,11 @@ class OutputConfig(StrictModel):
 class CountTokensBody(Body):
     """POST /v1/messages/count_tokens."""
 
+    expected: ClassVar[Mapping[str, str]] = EXPECTED | {
+        "content": f"must be a string or a list of at most {MAX_PARTS} blocks: text, image (with a base64 `source`), "
+        "thinking, tool_use or tool_result",
+        "tool_choice": 'must be an object with the type "auto", "any", "tool" or "none"',
+    }
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
     output_config: OutputConfig = OutputConfig()

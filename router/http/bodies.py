@@ -9,7 +9,7 @@ given. Fields that do not affect the tokens (`IGNORED`) are dropped.
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -182,6 +182,7 @@ class Body(StrictModel):
     prompt that fills the model's context, and `more_bytes` is added to this limit."""
 
     more_bytes: ClassVar[int] = 0
+    expected: ClassVar[Mapping[str, str]] = EXPECTED
     model: str | None = None
 
 
@@ -405,5 +406,5 @@ def validated(kind: type[BodyType], fields: dict[str, Any]) -> BodyType:
     if first["type"] == "extra_forbidden" and len(location) == len(full):
         raise RequestError(f"Unknown parameter: `{param}`{_near(kind, full)}", param, "unknown_parameter")
     is_ours = len(location) < len(full) or first["type"] == "literal_error"
-    text = EXPECTED.get(str(location[-1])) if is_ours else None
+    text = kind.expected.get(str(location[-1])) if is_ours else None
     raise RequestError(f"`{param}` {text}." if text else f"`{param}`: {first['msg']}.", param, "invalid_value")

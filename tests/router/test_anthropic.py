@@ -192,7 +192,7 @@ BAD = [
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    *[({"tool_choice": {"type": kind}}, "tool_choice") for kind in ("any", "function")],
     ({"thinking": {"type": "on"}}, "thinking.type"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"temperature": 3}, "temperature"),
@@ -206,6 +206,7 @@ async def test_a_bad_parameter_is_rejected_in_anthropics_format(api, fields, par
     value = answer.json()
     assert (answer.status_code, value["type"], value["error"]["type"]) == (400, "error", "invalid_request_error")
     assert value["error"]["param"] == param
+    assert not any(word in value["error"]["message"] for word in ("image_url", 'type "function"'))  # as in chats
     assert len(value["error"]["message"]) < 300
 
 

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from benchmarks.result import Cell, Result, Table, parser
-from compare.arms import ArmSettings, parse_arm
+from compare.arms import parse_arm
 from compare.run.simulated import cluster_plan
 from engine.emulation import ServingTimes, load_emulation
 from engine.step_time_fit import FIRST_FIT, fit_cost
 from scheduler.cost import CostModel, StepWork
-from shared.config.settings import resolve
 from simulator.cluster import SimulatedCluster
 from simulator.routed import SimulatedRequest
 
@@ -44,13 +43,9 @@ class MeasuredRun:
         first, last = (np.array([row[name] for row in self.rows]) for name in ("first_token_ts", "last_token_ts"))
         self.ttft_s = first - np.array([row["queued_ts"] for row in self.rows])
         self.tpot_s = (last - first) / np.array([row["output_toks"] - 1 for row in self.rows])
-        arm = parse_arm(
-            "colocated:1",
-            {"max_num_seqs": "128", "max_num_batched_tokens": "2048", "block_size": "16", "max_queue_s": "86400"},
-        )
-        arm = replace(arm, settings=dict(arm.settings) | {"max_num_partial_prefills": "128"})
+        limits = {"max_num_seqs": "128", "max_num_batched_tokens": "2048", "max_num_partial_prefills": "128"}
+        arm = parse_arm("colocated:1", limits | {"block_size": "16", "max_queue_s": "86400"})
         self._plan = cluster_plan(arm, load_emulation("h200-llama-3.1-8b"))
-        self._settings = resolve(ArmSettings, arm.settings, {})[0]
 
     def simulated(self, cost: CostModel) -> tuple[Series, Series]:
         """Return the TTFTs and TPOTs of all requests. GPU memory does not limit this run."""

@@ -13,7 +13,7 @@ import math
 import os
 import random
 import subprocess
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ class SpeedRow:
     arguments: dict[str, int]
     ours: str
     peers: tuple[str, ...]
-    goal: float
+    goal: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -162,14 +162,20 @@ class WorkerPool:
 
 
 def measure_speeds(rows: list[SpeedRow], workers: WorkerPool, repeats: int) -> Runs:
-    """Return the tokens per second by row and arm. The first call of each arm is a warm-up and is left out."""
+    """Return the tokens per second by row and arm."""
     found: Runs = {}
     for row in rows:
         started = {arm: worker for arm in (row.ours, *row.peers) if (worker := workers.get(arm)) is not None}
-        calls = {arm: partial(worker.call, row.call, **row.arguments) for arm, worker in started.items()}
-        runs = in_turn(calls, repeats + 1)
-        found[row.label] = {arm: [row.tokens / seconds for seconds in values[1:]] for arm, values in runs.items()}
-        print(f"{row.label}: {_each(found[row.label])} tokens/s", flush=True)
+        found[row.label] = speeds_of(row, started, repeats)
+    return found
+
+
+def speeds_of(row: SpeedRow, workers: Mapping[str, PeerProcess], repeats: int) -> dict[str, list[float]]:
+    """Return the tokens per second by arm. The first call of each arm is a warm-up and is left out."""
+    calls = {arm: partial(worker.call, row.call, **row.arguments) for arm, worker in workers.items()}
+    runs = in_turn(calls, repeats + 1)
+    found = {arm: [row.tokens / seconds for seconds in values[1:]] for arm, values in runs.items()}
+    print(f"{row.label}: {_each(found)} tokens/s", flush=True)
     return found
 
 

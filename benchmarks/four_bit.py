@@ -9,16 +9,16 @@ embedding and output head are bfloat16. Each runs in its own process. While one 
 import json
 import os
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.cpu import SpeedRow, speeds_of
 from benchmarks.models import CACHE, LLAMA
 from benchmarks.process import PeerProcess
-from benchmarks.result import Cell, Result, Table, in_turn, median, parser
+from benchmarks.result import Cell, Result, Table, median, parser
 
 CONTEXT, STEPS, PROMPT, GROUP = 512, 32, 512, 128
 HIDDEN, LAYERS, HEADS, KV_HEADS, INNER, VOCAB = 2048, 22, 32, 4, 5632, 32_000  # TinyLlama 1.1B
@@ -33,6 +33,9 @@ MATRICES = {
     "self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
     "mlp.down_proj": (HIDDEN, INNER),
 }  # fmt: skip
+DECODES = [{"batch": batch, "context": CONTEXT, "steps": STEPS} for batch in (1, 8)]
+ROWS = [SpeedRow(f"decode, batch {each['batch']}", "decode", each, "awq", ("bfloat16",)) for each in DECODES]
+ROWS.append(SpeedRow(f"prefill {PROMPT}", "prefill", {"tokens": PROMPT}, "awq", ("bfloat16",)))
 
 
 def written(kind: str) -> Path:
@@ -70,35 +73,18 @@ def written(kind: str) -> Path:
 def main() -> None:
     arguments = parser(__doc__).parse_args()
     threads = len(os.sched_getaffinity(0))
-    rows: list[list[Cell]] = []
-    runs: dict[str, Any] = {}
+    workers: dict[str, PeerProcess] = {}
     with ExitStack() as stack:
-        workers: dict[str, PeerProcess] = {}
         for kind in ("bfloat16", "awq"):
             options = {"model": str(written(kind)), "threads": threads}
             workers[kind] = PeerProcess("benchmarks.peers.baton", options, pauses=True)
             stack.callback(workers[kind].close)
-        for batch in (1, 8):
-            arms = {
-                kind: partial(worker.call, "decode", batch=batch, context=CONTEXT, steps=STEPS)
-                for kind, worker in workers.items()
-            }
-            _add(f"decode, batch {batch}", arms, arguments.repeats, batch * STEPS, rows, runs)
-        arms = {kind: partial(worker.call, "prefill", tokens=PROMPT) for kind, worker in workers.items()}
-        _add(f"prefill {PROMPT}", arms, arguments.repeats, PROMPT, rows, runs)
+        runs = {row.label: speeds_of(row, workers, arguments.repeats) for row in ROWS}
+    rows: list[list[Cell]] = []
+    for label, found in runs.items():
+        bf16, four = median(found["bfloat16"]), median(found["awq"])
+        rows.append([label, bf16, four, four / bf16])
     columns = ["tokens/s", "bfloat16", "4-bit", "4-bit / bfloat16"]
     title = f"1.1B (hidden {HIDDEN}, {LAYERS} layers), {CONTEXT} tokens of context, {threads} threads"
     what = "An AWQ checkpoint, whose products read 4-bit codes, and a bfloat16 checkpoint of the same shape."
     Result("four_bit", what, [Table(title, columns, rows)], runs).finish(arguments.out)
-
-
-def _add(
-    label: str, arms: dict[str, Any], repeats: int, tokens: int, rows: list[list[Cell]], runs: dict[str, Any]
-) -> None:
-    for arm in arms.values():
-        arm()  # a warm-up
-    found = {kind: [tokens / seconds for seconds in taken] for kind, taken in in_turn(arms, repeats).items()}
-    bf16, four = median(found["bfloat16"]), median(found["awq"])
-    rows.append([label, bf16, four, four / bf16])
-    runs[label] = found
-    print(f"{label}: {bf16:.3g} and {four:.3g} tokens/s", flush=True)

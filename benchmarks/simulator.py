@@ -7,10 +7,10 @@ CPU time is measured, to reduce the effect of other processes. Each run is one p
 import argparse
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from benchmarks.result import Cell, Result, Table, median, parser
+from benchmarks.result import Cell, Result, Table, medians, parser
 from compare.planning.candidates import REFERENCE_RATE, Simulations, block_names, prepare
 from compare.planning.options import PlanOptions
 from simulator.cluster import SimulatedCluster
@@ -34,24 +34,25 @@ def simulate(arm: str, node_rate: float, count: int) -> Figures:
     plan = simulations.plan(arm)
     requests = simulations.requests(plan, node_rate * (plan.prefill + plan.decode), 1, count)
     cluster = SimulatedCluster(plan)
-    began = time.process_time()
-    cluster.run(requests)
-    cpu_s = time.process_time() - began
+    found = measured(cluster, requests)
     assert all(request.is_over and not request.error for request in requests)
     steps = sum(node.node.num_steps for node in cluster.nodes)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"requests_per_cpu_s": len(requests) / cpu_s, "cpu_s": cpu_s, "peak_mib": peak, "steps": steps}
+    return found | {"requests_per_cpu_s": len(requests) / found["cpu_s"], "steps": steps}
 
 
 def long_run(nodes: int, count: int) -> Figures:
     """Simulate many requests, which are drawn as they arrive and then discarded. Runs in a separate process."""
     simulations = prepare(PlanOptions(preset="chat"))
     plan = simulations.plan(f"colocated:{nodes}")
-    cluster, began = SimulatedCluster(plan), time.process_time()
-    cluster.run(repeating(simulations, plan.block_tokens, CURVE_RATE * nodes, count))
+    return measured(SimulatedCluster(plan), repeating(simulations, plan.block_tokens, CURVE_RATE * nodes, count))
+
+
+def measured(cluster: SimulatedCluster, requests: Iterable[SimulatedRequest]) -> Figures:
+    """Serve the requests. Return the CPU seconds that this took, and the peak MiB of this process."""
+    began = time.process_time()
+    cluster.run(requests)
     cpu_s = time.process_time() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"cpu_s": cpu_s, "peak_mib": peak}
+    return {"cpu_s": cpu_s, "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
 def repeating(simulations: Simulations, block_tokens: int, rate: float, count: int) -> Iterator[SimulatedRequest]:
@@ -70,7 +71,7 @@ def repeated(arm: str, node_rate: float, count: int, repeats: int) -> Figures:
     for _ in range(repeats):
         with ProcessPoolExecutor(1) as pool:
             runs.append(pool.submit(simulate, arm, node_rate, count).result())
-    return {name: median([run[name] for run in runs]) for name in runs[0]}
+    return medians(runs)
 
 
 def _long(given: argparse.Namespace) -> None:

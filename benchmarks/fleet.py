@@ -11,7 +11,6 @@ import os
 import random
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -20,14 +19,12 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.process import free_port
 from benchmarks.result import Result, Table, medians, parser, versions
-from benchmarks.router import HEARTBEAT_S, NUM_NODES, PacedFleet, RouterProcess, streaming
+from benchmarks.router import HEARTBEAT_S, NUM_NODES, PacedFleet, RouterProcess, running_router, streaming
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
 from shared.clock import now_ns
 from shared.lifecycle import TaskGroup
-from shared.model_files import DEMO_MODEL
 from shared.registry import Announcer, StreamAnnouncer
 from shared.rpc.messages import NodeInfo, NodeStats, RequestEvent, StepRecord
 from shared.rpc.methods import ATTACH, RpcServer
@@ -95,44 +92,29 @@ async def _loopback() -> list[str]:
     return ["127.0.0.1"]
 
 
-class ProbedProcess(RouterProcess):
-    """A router's process that measures the turns of its event loop."""
-
-    process: "subprocess.Popen[str]"
-
-    async def longest_turn_s(self, seconds: float) -> float:
-        assert self.process.stdout is not None
-        self.process.send_signal(signal.SIGUSR1)
-        await asyncio.sleep(seconds)
-        self.process.send_signal(signal.SIGUSR2)
-        return float(await asyncio.to_thread(self.process.stdout.readline))
-
-
-def spawned(command: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+async def longest_turn_s(router: RouterProcess, seconds: float) -> float:
+    """Return the longest turn of the event loop of a probed router."""
+    assert router.process.stdout is not None
+    router.process.send_signal(signal.SIGUSR1)
+    await asyncio.sleep(seconds)
+    router.process.send_signal(signal.SIGUSR2)
+    return float(await asyncio.to_thread(router.process.stdout.readline))
 
 
 @asynccontextmanager
 async def started(
     busy: PacedFleet, num_nodes: int, cpu: int, flags: list[str]
-) -> AsyncIterator[tuple[ProbedProcess, dict[str, float]]]:
+) -> AsyncIterator[tuple[RouterProcess, dict[str, float]]]:
     """Start a router on `cpu`. When `num_nodes` nodes are attached, yield the router and the costs of joining."""
-    port, registry_port = free_port(), free_port()
-    ports = f"--port {port} --registry-port {registry_port} --disaggregate never --max-concurrent-requests 4096"
-    command = [sys.executable, "-m", "benchmarks.probed_router", "--model", str(DEMO_MODEL), *ports.split(), *flags]
-    command += ["--served-model-name", "model", "--log-level", "error"]
     idle = IdleFleet(num_nodes - len(busy.nodes))
-    with spawned(command) as process:
-        os.sched_setaffinity(process.pid, {cpu})  # threads that the process starts later inherit this affinity
-        router = ProbedProcess(process.pid, port)
-        router.process = process
+    with running_router("benchmarks.probed_router", cpu, ["--disaggregate", "never", *flags]) as router:
         announcers: list[Announcer] = []
         try:
-            await _until_listening(registry_port)
+            await _until_listening(int(router.registry.rpartition(":")[2]))
             started_at, before_s = time.monotonic(), router.cpu_s()
-            turns = asyncio.ensure_future(router.longest_turn_s(SETTLE_S))
-            await idle.join(f"127.0.0.1:{registry_port}")
-            announcers += [await node.join(f"127.0.0.1:{registry_port}") for node in busy.nodes]
+            turns = asyncio.ensure_future(longest_turn_s(router, SETTLE_S))
+            await idle.join(router.registry)
+            announcers += [await node.join(router.registry) for node in busy.nodes]
             async with asyncio.timeout(JOIN_LIMIT_S):
                 while idle.num_attached + sum(node.is_attached for node in busy.nodes) < num_nodes:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -142,7 +124,6 @@ async def started(
             yield router, figures
         finally:
             await asyncio.gather(idle.close(), *(each.close() for each in announcers))
-            process.kill()
 
 
 async def _until_listening(port: int) -> None:
@@ -164,7 +145,7 @@ async def measure(num_nodes: int, num_busy: int, cpu: int, seconds: float, flags
         before_s, started_at = router.cpu_s(), time.monotonic()
         await asyncio.sleep(seconds)
         figures["idle_busy"] = (router.cpu_s() - before_s) / (time.monotonic() - started_at)
-        figures["idle_turn_ms"] = 1000 * await router.longest_turn_s(seconds)
+        figures["idle_turn_ms"] = 1000 * await longest_turn_s(router, seconds)
         if num_busy == NUM_NODES:
             served = await streaming(router, busy, RATE, seconds)
             figures |= {"cpu_us_per_token": served["router_cpu_us_per_token"], "tokens_per_s": served["tokens_per_s"]}

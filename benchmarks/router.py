@@ -15,8 +15,8 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,15 +149,34 @@ class StreamingClient(asyncio.Protocol):
 
 @dataclass(slots=True)
 class RouterProcess:
-    """The router's processes, whose CPU time the kernel reports."""
+    """The router's processes, whose CPU time the kernel reports. Nodes join at `registry`."""
 
-    pid: int
+    process: "subprocess.Popen[str]"
     port: int
+    registry: str
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def cpu_s(self) -> float:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         used = [Path(f"/proc/{pid}/schedstat").read_text().split()[0] for pid in (self.pid, *children)]
         return sum(map(int, used)) / 1e9
+
+
+@contextmanager
+def running_router(module: str, cpu: int, flags: Sequence[str]) -> Iterator[RouterProcess]:
+    """Start a router, which is the module `module`, on `cpu`, and kill it at the end."""
+    port, registry_port = free_port(), free_port()
+    ports = f"--port {port} --registry-port {registry_port} --max-concurrent-requests 4096 --log-level error"
+    command = [sys.executable, "-m", module, "--model", str(DEMO_MODEL), "--served-model-name", "model", *ports.split()]
+    with subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True) as process:
+        os.sched_setaffinity(process.pid, {cpu})  # threads that the process starts later inherit this affinity
+        try:
+            yield RouterProcess(process, port, f"127.0.0.1:{registry_port}")
+        finally:
+            process.kill()
 
 
 class PacedFleet:
@@ -182,27 +201,18 @@ class PacedFleet:
                 break
 
 
-def spawned(port: int, registry_port: int, workers: int) -> "subprocess.Popen[bytes]":
-    command = f"-m router --model {DEMO_MODEL} --served-model-name model --port {port} --registry-port {registry_port}"
-    flags = [*command.split(), "--max-concurrent-requests", "4096", "--log-level", "error", "--workers", str(workers)]
-    return subprocess.Popen([sys.executable, *flags])
-
-
 @asynccontextmanager
 async def started(fleet: PacedFleet, cpu: int, workers: int) -> AsyncIterator[RouterProcess]:
     """Start a router on `cpu` and wait until all nodes have joined it."""
-    port, registry_port = free_port(), free_port()
-    with spawned(port, registry_port, workers) as process:
-        os.sched_setaffinity(process.pid, {cpu})  # threads that the process starts later inherit this affinity
-        announcers = [await node.join(f"127.0.0.1:{registry_port}") for node in fleet.nodes]
+    with running_router("router", cpu, ["--workers", str(workers)]) as router:
+        announcers = [await node.join(router.registry) for node in fleet.nodes]
         try:
-            while process.poll() is None and await num_ready(port) < NUM_NODES:  # noqa: ASYNC110 - there is no event to await
+            while router.process.poll() is None and await num_ready(router.port) < NUM_NODES:  # noqa: ASYNC110 - there is no event to await
                 await asyncio.sleep(0.05)
-            yield RouterProcess(process.pid, port)
+            yield router
         finally:
             for announcer in announcers:
                 await announcer.close()
-            process.kill()
 
 
 async def num_ready(port: int) -> int:

@@ -144,9 +144,9 @@ def test_each_number_of_decodes_replays_a_graph(gpu: CudaAccelerator, model: Dec
 
 
 def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, model: Decoder) -> None:
-    """`launch` returns while the device is still busy with earlier work."""
+    """`launch` returns while the device is still busy with earlier work. (A request with a grammar would wait.)"""
     runner, blocks = cuda_runner(gpu, model, "triton", capture=True)
-    request = requests_of(blocks, 1, [GREEDY])[0]
+    request = blocks.request(range(3, 12), GREEDY)
     run_step(runner, [piece(request)])
     torch.cuda._sleep(4_000_000_000)  # clock cycles: about two seconds, longer than `launch` takes
     step = Step(1, [piece(request)], [])

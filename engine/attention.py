@@ -61,6 +61,7 @@ class AttentionBackend(Protocol):
     """Attention over one KV pool. The constructor raises ValueError for a layout or dtype that it does not support."""
 
     name: str
+    captures: bool  # whether a CUDA graph may contain the attention of decodes
 
     def plan(self, batch: Batch) -> AttentionPlan:
         """Return a plan with the data that all layers of a step share: splits, tables and masks.
@@ -118,6 +119,7 @@ class _Reach:
 
 class TorchAttention:
     name = "torch"
+    captures = False  # plans depend on lengths on the host
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool

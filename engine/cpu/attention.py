@@ -59,6 +59,7 @@ class NumbaAttention:
     """
 
     name = "numba"
+    captures = False
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool

@@ -88,6 +88,7 @@ class TritonAttention:
     """
 
     name = "triton"
+    captures = True
 
     def __init__(
         self,

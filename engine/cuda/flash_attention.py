@@ -156,6 +156,7 @@ class FlashAttention:
         self._ours = ours or TorchAttention(pool)
         self._decoding = None if version.decodes else ours
         self.name = name if self._decoding is None else f"{name}, {self._decoding.name} for decodes"
+        self.captures = self._decoding is None or self._decoding.captures
 
     def plan(self, batch: Batch) -> "FlashPlan":
         return FlashPlan(self._pool, self._attend, self._ours, self._decoding, batch)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan, TorchAttention, plan_tables
+from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan, plan_tables
 from engine.batch import Batch
 from engine.cuda.graphs import CudaGraphPool, GraphRecording
 from engine.cuda.staging import StepBuffers, StepShape
@@ -134,11 +134,10 @@ class Passes:
 
     @property
     def _captures_attention(self) -> bool:
-        """Whether a graph may contain the attention of decodes. A graph cannot contain the reference attention, which
-        is planned on the host. Without Triton, the reference computes the layers that flash-attn does not support.
-        """
+        """Whether a graph may contain the attention of decodes. Without Triton, the reference, which a graph cannot
+        contain, computes the layers that flash-attn does not support."""
         plain = all(one.attention.is_plain for one in self._model.layers if isinstance(one, AttentionDecoderLayer))
-        return self._attention.name != TorchAttention.name and (plain or self._kernels.captures_states)
+        return self._attention.captures and (plain or self._kernels.captures_states)
 
     @property
     def num_graphs(self) -> int:

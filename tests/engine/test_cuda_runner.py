@@ -51,6 +51,7 @@ class StaticAttention:
     """Attention that a CUDA graph can capture: it reads lengths from tensors, and reads the whole block table."""
 
     name = "static"
+    captures = True
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -9,16 +10,22 @@ from random import Random
 import pytest
 import torch
 
+from benchmarks.random_model import random_decoder
 from engine.attention import AttentionLayer, TorchAttention, TorchPlan
 from engine.batch import Batch, build
 from engine.cuda.flash_attention import FlashAttention, installed
+from engine.cuda.runner import CudaRunner
 from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, flash_attn_here, usable_on_cuda
+from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
 from scheduler.request import Slice
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
-from tests.engine.build import CPU, Blocks, thinned
+from tests.engine.build import CONFIG, CPU, Blocks, layout_of, thinned
+from tests.engine.build import pool_of as build_pool
+from tests.engine.cuda_workload import CAPACITY
 from tests.engine.fake_flash import FAILURES, FUNCTIONS, write_package
+from tests.engine.fake_graph import FakeGraphPool
 
 BLOCK_TOKENS = {"flash_attn 2": 256, "flash_attn 3": 16, "flash_attn 4": 64}
 every_failure = pytest.mark.parametrize("failure", thinned(FAILURES, 4))
@@ -147,6 +154,17 @@ def test_other_generations_are_taken_only_when_requested(
     assert attention_on_cuda("flash_attn", pool_of(256), triton=False).name == forced
     found = [block_tokens_on_cuda(kind, CPU) for kind in ("auto", "triton", "flash_attn")]
     assert found == [64, 64, block_tokens], "FlashAttention 2 needs blocks of 256 tokens"
+
+
+def test_a_graph_does_not_contain_decodes_that_the_reference_computes(install: Callable[..., Path]) -> None:
+    """FlashAttention 4 leaves decodes to the reference if there is no Triton."""
+    install("flash_attn.cute")
+    decoder = random_decoder(CONFIG, torch.float16, CPU)
+    pool = build_pool(decoder, replace(layout_of(decoder, 24, 4), dtype="float16"))
+    attention = attention_on_cuda("flash_attn", pool, triton=False)
+    runner = CudaRunner(decoder, pool, attention, TorchKernels(CONFIG, pool), CPU, CAPACITY)
+    runner.capture(FakeGraphPool())
+    assert runner.passes.describe() == f"steps of up to {CAPACITY.tokens} tokens"
 
 
 @every_failure

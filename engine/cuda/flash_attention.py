@@ -6,6 +6,8 @@ because function names and limits differ between generations. A package is impor
 
 import importlib
 import importlib.util
+import inspect
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +22,8 @@ from engine.attention import AttentionBackend, AttentionLayer, AttentionPlan, To
 from engine.batch import Batch
 from engine.kv_pool import KVPool
 from engine.startup import cause
+
+log = logging.getLogger("baton.engine")
 
 
 @dataclass(slots=True)
@@ -121,11 +125,29 @@ def _is_there(module: str) -> bool:
     return PathFinder.find_spec(module, found.submodule_search_locations or []) is not None
 
 
+def first_loadable(names: Sequence[str]) -> str:
+    """Return the first of the generations `names` whose package can be loaded. If there is none, return the last."""
+    for name in names[:-1]:
+        try:
+            load(name)
+        except ValueError as error:
+            log.info("trying an earlier generation: %s", error)
+        else:
+            return name
+    return names[-1]
+
+
 def load(name: str) -> list[Callable[..., Any]]:
-    """Import a generation's package and return its functions. Raises ValueError if that fails."""
+    """Import a generation's package and return its functions. Raises ValueError if that fails.
+
+    FlashAttention 2.8 contains an early `flash_attn.cute`, whose function does not have all of our arguments.
+    """
     try:
         module = GENERATIONS[name].load()
-        return [getattr(module, function) for function in GENERATIONS[name].functions]
+        functions = [getattr(module, function) for function in GENERATIONS[name].functions]
+        if name == FLASH_4 and "max_seqlen_q" not in inspect.signature(functions[0]).parameters:
+            raise TypeError(f"{_VARLEN} has no max_seqlen_q")
+        return functions
     except Exception as error:
         raise ValueError(
             f"--attention-backend flash_attn: {name} cannot be loaded: {cause(error)}: reinstall it for torch "

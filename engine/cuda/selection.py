@@ -5,7 +5,16 @@ import logging
 import torch
 
 from engine.attention import AttentionBackend, TorchAttention
-from engine.cuda.flash_attention import FLASH_2, FLASH_3, GENERATIONS, HOPPER, FlashAttention, installed, load
+from engine.cuda.flash_attention import (
+    FLASH_2,
+    FLASH_3,
+    GENERATIONS,
+    HOPPER,
+    FlashAttention,
+    first_loadable,
+    installed,
+    load,
+)
 from engine.kernels import Kernels, TorchKernels
 from engine.kv_pool import KVPool
 from engine.linear import Plain
@@ -56,7 +65,7 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
             f"--attention-backend flash_attn: KV in {pool.layout.dtype} does not match activations in {computed}: omit "
             "--kv-cache-dtype, or use triton"
         )
-    return FlashAttention(pool, found[0], ours)
+    return FlashAttention(pool, first_loadable(found), ours)
 
 
 def kv_dtype_on_cuda(name: str, computed: torch.dtype, device: torch.device) -> str:
@@ -95,8 +104,8 @@ def _flash_3_or(ours: AttentionBackend, pool: KVPool) -> AttentionBackend:
 
 def block_tokens_on_cuda(name: str, device: torch.device) -> int:
     """Return the default number of tokens per KV block. FlashAttention 2 needs at least 256."""
-    forced = name == "flash_attn" and flash_attn_here(device)[:1] == [FLASH_2]
-    return 256 if forced else BLOCK_TOKENS
+    found = flash_attn_here(device) if name == "flash_attn" else []
+    return 256 if found and first_loadable(found) == FLASH_2 else BLOCK_TOKENS
 
 
 def flash_attn_here(device: torch.device) -> list[str]:

@@ -19,15 +19,20 @@ FUNCTIONS = {
 }
 
 
+OLD_CUTE = "def flash_attn_varlen_func(q, k, v, cu_seqlens_q=None, **more): ..."  # in FlashAttention 2.8.3
+
+
 def write_package(root: Path, name: str, failure: str = "") -> None:
     """Write the package `name` below `root`.
 
-    If `failure` names an exception, importing the package creates the file `imported` in `root`, then raises it.
+    If `failure` is not the name of an exception, it is the code of the package. Otherwise, importing the package creates the file `imported` in `root`, then raises it.
     """
     directory = root.joinpath(*name.split("."))
     directory.mkdir(parents=True, exist_ok=True)
     code = f"from tests.engine.fake_flash import {FUNCTIONS[name]}\n"
-    if failure:
+    if failure and failure not in FAILURES:
+        code = failure
+    elif failure:
         code = f"open({str(root / 'imported')!r}, 'w').close()\nraise {failure}('undefined symbol\\nadvice in more lines')\n"
     (directory / "__init__.py").write_text(code)
 

@@ -24,7 +24,7 @@ from shared.kv.memory import HostMemory
 from tests.engine.build import CONFIG, CPU, Blocks, layout_of, thinned
 from tests.engine.build import pool_of as build_pool
 from tests.engine.cuda_workload import CAPACITY
-from tests.engine.fake_flash import FAILURES, FUNCTIONS, write_package
+from tests.engine.fake_flash import FAILURES, FUNCTIONS, OLD_CUTE, write_package
 from tests.engine.fake_graph import FakeGraphPool
 
 BLOCK_TOKENS = {"flash_attn 2": 256, "flash_attn 3": 16, "flash_attn 4": 64}
@@ -165,6 +165,16 @@ def test_a_graph_does_not_contain_decodes_that_the_reference_computes(install: C
     runner = CudaRunner(decoder, pool, attention, TorchKernels(CONFIG, pool), CPU, CAPACITY)
     runner.capture(FakeGraphPool())
     assert runner.passes.describe() == f"steps of up to {CAPACITY.tokens} tokens"
+
+
+@pytest.mark.parametrize("failure", ["ImportError", OLD_CUTE])
+def test_flash_attn_2_is_taken_if_the_version_4_in_its_package_does_not_load(
+    install: Callable[..., Path], failure: str
+) -> None:
+    """FlashAttention 2.8.3 contains an early version 4, which needs other packages and has other arguments."""
+    install("flash_attn", **{"flash_attn.cute": failure})
+    assert block_tokens_on_cuda("flash_attn", CPU) == 256
+    assert attention_on_cuda("flash_attn", pool_of(256), triton=False).name == "flash_attn 2"
 
 
 @every_failure

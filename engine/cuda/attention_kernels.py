@@ -30,6 +30,7 @@ def _absorb(
     blocks,  # the result of `_blocks` for `first`
     first,  # the first of the BLOCK_N positions to process
     at,  # int32 [BLOCK_M]: positions of the queries
+    floor,  # positions before it are outside the window of every query; used if WINDOWED
     context, window, scale, softcap, block_stride, token_stride,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
@@ -46,9 +47,12 @@ def _absorb(
     if PAGE % BLOCK_N == 0:  # evenly spaced rows
         rows = blocks * block_stride + (first % PAGE + span) * token_stride
     places = rows[:, None] + dims[None, :]
-    # Never load memory beyond the context: it may contain a NaN, and 0 * NaN is NaN.
+    # Never load memory beyond the context or before the window: it may contain a NaN, and 0 * NaN is NaN.
+    inside = seen < context
+    if WINDOWED:
+        inside = inside & (seen >= floor)
     if MASKED:
-        held = (seen < context)[:, None] & (dims < HEAD_DIM)[None, :]
+        held = inside[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + places, mask=held, other=0.0)
         v = k if ROPE > 0 else tl.load(values + places, mask=held, other=0.0)
     elif BLOCK_D != HEAD_DIM:
@@ -61,7 +65,7 @@ def _absorb(
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if ROPE > 0:  # the rotated key follows the latent
         turned = tl.arange(0, BLOCK_R)
-        known = (seen < context)[:, None] & (turned < ROPE)[None, :]
+        known = inside[:, None] & (turned < ROPE)[None, :]
         r = tl.load(keys + HEAD_DIM + rows[:, None] + turned[None, :], mask=known, other=0.0)
         scores += tl.dot(q_rope, tl.trans(r.to(q.dtype)), input_precision="ieee")
     if CAPPED:  # tanh
@@ -130,7 +134,8 @@ def attend(
     table = block_table + which.to(tl.int64) * table_stride
 
     lowest = context - count + first_query  # position of the item's first query, which sees the fewest positions
-    low = tl.maximum(0, lowest + 1 - window) // BLOCK_N * BLOCK_N if WINDOWED else 0
+    floor = tl.maximum(0, lowest + 1 - window) if WINDOWED else 0
+    low = floor // BLOCK_N * BLOCK_N if WINDOWED else 0
     high = tl.minimum(context, lowest + QUERIES)
     if SPLIT:
         share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), splits) * BLOCK_N
@@ -148,13 +153,13 @@ def attend(
     blocks = _blocks(table, low, context, PAGE, BLOCK_N)
     for first in range(low, whole, BLOCK_N):
         acc, peak, total, blocks = _absorb(
-            acc, peak, total, rows, keys, values, table, blocks, first, at, context, window, scale, softcap,
+            acc, peak, total, rows, keys, values, table, blocks, first, at, floor, context, window, scale, softcap,
             block_stride, token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, False, WINDOWED, CAPPED, turned, ROPE,
             BLOCK_R,
         )  # fmt: skip
     for first in range(whole, high, BLOCK_N):
         acc, peak, total, blocks = _absorb(
-            acc, peak, total, rows, keys, values, table, blocks, first, at, context, window, scale, softcap,
+            acc, peak, total, rows, keys, values, table, blocks, first, at, floor, context, window, scale, softcap,
             block_stride, token_stride, PAGE, HEAD_DIM, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED, turned, ROPE,
             BLOCK_R,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from engine.attention import AttentionLayer, TorchAttention
 from engine.cuda.attention import TritonAttention
 from tests.engine.build import thinned
-from tests.gpu_less.contract import FLOAT8, TOLERANCE, batch_of, check_attention, pool_of
+from tests.gpu_less.contract import FLOAT8, TOLERANCE, batch_of, check_attention, fill, pool_of
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 400
@@ -37,6 +37,16 @@ def test_decodes_are_split_and_merged(dtype: torch.dtype, window: int, spans: li
     backend, batch = TritonAttention(pool, split_tokens=16), batch_of(spans, 16, NUM_BLOCKS, CPU)
     assert backend.splits(2 * len(spans), 100) > 1
     check_attention(backend, pool, batch, 6, dtype, window)
+
+
+@pytest.mark.parametrize("span", [(99, 100), (94, 100)])
+def test_blocks_before_the_window_are_not_read(span: tuple[int, int]) -> None:
+    """Such a block may belong to another request by then, and contain a NaN."""
+    pool, batch = pool_of(2, 16, 16, torch.float16, NUM_BLOCKS, CPU), batch_of([span], 16, NUM_BLOCKS, CPU)
+    q = torch.ones(span[1] - span[0], 4, 16, dtype=torch.float16)
+    fill(pool, batch, 1)
+    pool.tensor[batch.block_table[0, : (span[0] + 1 - 8) // 16].long()] = torch.nan
+    assert TritonAttention(pool).plan(batch).attend(AttentionLayer(1, 8), q).isfinite().all()
 
 
 def test_a_pool_of_16_bits_serves_float32_queries() -> None:

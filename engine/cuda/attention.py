@@ -23,6 +23,7 @@ FEW_SPLITS, MAX_SPLITS = 16, 64  # `merge` is compiled twice, for up to this man
 PROGRAMS_PER_PROCESSOR = 2
 H200_PROCESSORS = 132
 LARGEST_HEAD = 512
+MOST_ROWS = 128  # the largest tile of decodes; a larger tile would not fit into registers
 LOG2_E = math.log2(math.e)
 
 
@@ -68,7 +69,7 @@ def decode_tile(head_dim: int, dtype: torch.dtype, rows: int, few: bool) -> Tile
     block_m = max(16, triton.next_power_of_2(rows))
     if dtype == torch.float32:
         return Tile(block_m, 16, 8, 2)
-    return Tile(block_m, 64 if head_dim <= 128 else 32, 4, 3 if few else 2)
+    return Tile(block_m, 64 if head_dim <= 128 else 32, 8 if block_m >= MOST_ROWS else 4, 3 if few else 2)
 
 
 def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
@@ -182,13 +183,13 @@ class TritonPlan:
     def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
         """Return how the heads are divided among programs if each item of the work list has `queries` queries.
 
-        If heads are large, a program can hold the sums of only one tile of rows. Several programs then share a key
-        head."""
+        Several programs share a key head if one program cannot hold the sums of all rows, because the heads are large
+        or there are several queries of many heads."""
         kv_heads, count, size = layer.wide or self._backend.pool.layout.kv_heads, q.shape[1], layer.latent or q.shape[2]
         whole = Heads(kv_heads, count // kv_heads, size, q.shape[2] - size)
-        if not whole.is_large:
+        if not whole.is_large and (queries == 1 or queries * whole.group <= MOST_ROWS):
             return whole
-        most = max(1, min(16, large_tile(q.dtype).block_m // queries))
+        most = max(1, min(16, (large_tile(q.dtype).block_m if whole.is_large else MOST_ROWS) // queries))
         group = max(number for number in range(1, most + 1) if whole.group % number == 0)
         return replace(whole, programs=count // group, group=group, share=whole.group // group)
 

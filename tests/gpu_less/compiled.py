@@ -34,8 +34,10 @@ from tests.gpu_less.contract import FLOAT8, NAMES, TensorMemory, batch_of, confi
 META, CPU = torch.device("meta"), torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SPILLS = "attention fp32 in a tile too large"
+WIDE = "attention bf16 of 16 heads a group, several queries"
 FEW = {
     SPILLS,
+    WIDE,
     "attention fp32 64",
     "attention bf16 128",
     "elementwise bf16, 32 heads of 128",
@@ -240,6 +242,9 @@ def configurations() -> dict[str, Callable[[], None]]:
         "attention bf16 of 7 heads a group": lambda: attention(bf16, 128, group=7),
         "attention bf16 of 80 a head": lambda: attention(bf16, 80),
         "attention bf16 of many heads a group, several queries": lambda: attention(bf16, 128, group=8, spans=several),
+        WIDE: lambda: attention(bf16, 128, group=16, spans=several),
+        "attention bf16 256 of 16 a group, several queries": lambda: attention(bf16, 256, group=16, spans=several),
+        "attention bf16 of 48 heads a group, several queries": lambda: attention(bf16, 128, group=48, spans=several),
         "attention bf16 of latents": lambda: latents(bf16),
         "attention fp32 of latents": lambda: latents(fp32),
         "sampling": sampling,

@@ -110,17 +110,21 @@ class CudaRunner(TorchRunner):
         }
 
     def warm_up(self) -> None:
-        """Run steps with long and short contexts, few and many tokens, and a logit bias.
+        """Run steps with long and short contexts, few and many tokens and requests, and a logit bias.
 
         These steps differ from the largest step and from the captured steps. They compile kernels that a request could
-        otherwise wait for. The KV of these steps is stored in the dummy block.
+        otherwise wait for: attention has different kernels for few, several and many decodes, and for the same numbers
+        if a request has several tokens. The KV of these steps is stored in the dummy block.
         """
-        far = min(self._buffers.most_tokens, FAR) - WARM_COUNT
+        far = max(0, min(self._buffers.most_tokens, FAR) - WARM_COUNT)
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
         chunk = (0, WARM_COUNT)
-        mixes = ([(0, 1)], [(0, 1), chunk], [(far, 1), chunk], [(0, 2)], [(far, 2)], [chunk] * many)
+        mixes = [[(0, 1), chunk], [(far, 1), chunk], [(far, WARM_COUNT)], [chunk] * many]
+        for power in range(self._capacity.slices.bit_length() + 1):
+            others = [(0, 1)] * (min(2**power, self._capacity.slices) - 1)
+            mixes += [[(start, count), *others] for start in (0, far) for count in (1, 2)]
         for spans in mixes:
-            slices = [self._warm_slice(max(0, start), count) for start, count in spans[: self._capacity.slices]]
+            slices = [self._warm_slice(start, count) for start, count in spans[: self._capacity.slices]]
             self.run(Step(0, slices, []))
 
     def _warm_slice(self, start: int, count: int) -> Slice:

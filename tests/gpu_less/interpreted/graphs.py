@@ -14,6 +14,7 @@ from engine.cuda.staging import StepCapacity
 from engine.kernels import TorchKernels
 from engine.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
 from engine.runner import TorchRunner
+from scheduler.request import Slice, Step
 from tests.engine.build import CPU, Blocks, States, generate, in_one_piece, layout_of, pool_of, state_size
 from tests.engine.fake_graph import FakeGraphPool, recorded_launches
 
@@ -25,6 +26,9 @@ CONFIG = ModelConfig(
     ),
     1e-6, False, 64, embedding_scale=1.7,
 )  # fmt: skip
+WINDOWS = replace(
+    CONFIG, layers=tuple(LayerSpec(AttentionSpec(2, 1, 16, window=size), MlpSpec(12)) for size in (0, 24))
+)
 CAPACITY = StepCapacity(slices=2, tokens=4, blocks=8, block_tokens=4, state_rows=1)
 
 
@@ -65,3 +69,38 @@ def test_a_model_is_not_captured_if_its_launches_depend_on_values() -> None:
     model = random_decoder(CONFIG, torch.float32, CPU, TritonFormat(torch.float32))
     assert model.can_be_captured(TritonKernels(CONFIG, pool))
     assert not model.can_be_captured(TorchKernels(CONFIG, pool))
+
+
+def test_a_warm_up_launches_every_kernel_of_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kernel for each combination of constants. A request must not wait for that."""
+    launched: set[tuple[object, ...]] = set()
+    launch = GridExecutor.__call__
+
+    def record(self: GridExecutor, *args: object, **constants: object) -> None:
+        if "QUERIES" in constants:
+            launched.add(tuple(constants[name] for name in ("QUERIES", "SPLIT", "BLOCK_M", "WINDOWED", "num_stages")))
+        launch(self, *args, **constants)
+
+    monkeypatch.setattr(GridExecutor, "__call__", record)
+    model = random_decoder(WINDOWS, torch.float16, CPU)
+    pool = pool_of(model, replace(layout_of(model, 90, 16), dtype="float16"))
+    attention = TritonAttention(pool, split_tokens=16)
+    attention.processors = 8  # the smallest number of programs for several decodes is 4, for many decodes 16
+    capacity = StepCapacity(slices=20, tokens=64, blocks=4, block_tokens=16, tables=pool.places.num_tables)
+    runner = CudaRunner(model, pool, attention, TorchKernels(WINDOWS, pool), CPU, capacity)
+    runner.warm_up()
+    warm = launched.copy()
+    for mix in (
+        [(40, 20)],
+        [(40, 5)],
+        [(40, 5)] + [(30, 1)] * 6,
+        [(40, 5)] + [(30, 1)] * 18,
+        [(30, 1)] * 6,
+        [(0, 5)] + [(0, 1)] * 5,
+    ):
+        blocks = Blocks(90, 16, pool.places.groups)
+        requests = [blocks.request([1] * (start + count), max_tokens=1) for start, count in mix]
+        slices = [Slice(one, start, count, True, 0) for one, (start, count) in zip(requests, mix, strict=True)]
+        runner.run(Step(0, slices, []))
+    assert {(queries, split) for queries, split, *_ in warm} >= {(8, True), (8, False), (1, True), (1, False)}
+    assert launched == warm

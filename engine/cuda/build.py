@@ -195,15 +195,19 @@ class _Scratch:
 
 
 def _largest_step(options: BuildOptions, model: Decoder, one: KVLayout, gpu: CudaAccelerator, triton: bool) -> None:
-    """Run a step with the maximum number of tokens and of requests. Its KV is stored in the dummy block."""
+    """Run a step with the maximum number of tokens and of sampled rows. Its KV is stored in the dummy block.
+
+    Each row has a bias and logprobs, because both need further tensors of the size of the logits.
+    """
     rows = torch.zeros((2, one.block_bytes), dtype=torch.uint8, device=gpu.device)
     places = kv_places(model.config, one.block_bytes)
     runner = _runner(options, model, KVPool(replace(one, num_blocks=2), _Scratch(rows), places), gpu, triton)
     block_rows = BlockRows(places)
-    count = min(options.max_num_seqs, options.max_step_tokens)
+    count = options.most_slices
+    sampling = SamplingParams(top_p=0.9, logit_bias={0: 1.0}, logprobs=1)
     longest = min(options.max_step_tokens - count + 1, options.max_model_len)
     slices = []
     for length in (longest, *[1] * (count - 1)):
-        request = Request("largest", [0] * length, length, 1, sampling=SamplingParams(top_p=0.9))
+        request = Request("largest", [0] * length, length, 1, sampling=sampling)
         slices.append(block_rows.use_dummy(Slice(request, 0, length, samples=True, epoch=0), one.block_tokens))
     runner.run(Step(0, slices, []))

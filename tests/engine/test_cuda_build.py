@@ -195,6 +195,25 @@ class FailAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def test_the_largest_step_has_biased_logits_and_logprobs_for_each_guess() -> None:
+    seen: set[tuple[object, int]] = set()
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in {aten.log_softmax.int, aten.index_put_.default}:
+                seen.add((func, len(args[0])))
+            return func(*args, **(kwargs or {}))
+
+    class Gpu(HostGpu):
+        def most_held(self, work: Callable[[], object]) -> int:
+            with Notes():  # type: ignore[no-untyped-call]
+                return super().most_held(work)
+
+    options = replace(OPTIONS, num_blocks=40, speculative_tokens=2, enforce_eager=True)
+    build_on_cuda(options, config(), MODEL, Gpu())
+    assert {(aten.log_softmax.int, 12), (aten.index_put_.default, 12)} <= seen
+
+
 OUT_OF_MEMORY = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 8.00 GiB of which 5.00 MiB is "
     "free. Of the allocated memory 7.00 GiB is allocated by PyTorch"

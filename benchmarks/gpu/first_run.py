@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,25 +44,22 @@ CHECKS_S = 900.0  # timeout of one suite
 LAST_LINES = 6
 
 
-def checks(scene: GpuScene) -> GpuSection:
-    """Run tests/gpu with separate pytest settings, because the machine may lack the project's pytest plugins."""
-    rows: list[list[Cell]] = []
-    printed: dict[str, str] = {}
+def checks(scene: GpuScene, suite: str) -> GpuSection:
+    """Run a suite of tests/gpu with separate pytest settings, because the machine may lack the project's plugins."""
     with tempfile.TemporaryDirectory() as directory:
         settings = Path(directory) / "pytest.ini"
         settings.write_text(f"{PYTEST}pythonpath = {ROOT}\n")
-        for suite, processes in SUITES.items():
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(settings)]
-            command += ["--rootdir", str(ROOT), "-m", "gpu", "-rfE", "--tb=short", str(ROOT / "tests" / "gpu" / suite)]
-            parallel = processes > 1 and scene.device.type == "cuda" and find_spec("xdist")
-            command += ["-n", str(processes)] if parallel else []
-            run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHECKS_S, check=False)
-            printed[suite] = (run.stderr + run.stdout)[-6000:]
-            counts = [_count(printed[suite], words) for words in ("passed", "failed|errors?", "skipped")]
-            failures = re.findall(r"^(?:FAILED|ERROR) (.+)$", printed[suite], re.MULTILINE)
-            rows.append([suite, *counts, "; ".join(failures)[:400] or "none"])
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(settings)]
+        command += ["--rootdir", str(ROOT), "-m", "gpu", "-rfE", "--tb=short", str(ROOT / "tests" / "gpu" / suite)]
+        parallel = SUITES[suite] > 1 and scene.device.type == "cuda" and find_spec("xdist")
+        command += ["-n", str(SUITES[suite])] if parallel else []
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHECKS_S, check=False)
+    printed = (run.stderr + run.stdout)[-6000:]
+    counts = [_count(printed, words) for words in ("passed", "failed|errors?", "skipped")]
+    failures = re.findall(r"^(?:FAILED|ERROR) (.+)$", printed, re.MULTILINE)
+    row: list[Cell] = [suite, *counts, "; ".join(failures)[:400] or "none"]
     columns = ["suite", "passed", "failed", "skipped", "failures"]
-    return GpuSection([Table("Checks on the device", columns, rows)], printed)
+    return GpuSection([Table(f"Checks on the device: {suite}", columns, [row])], {suite: printed})
 
 
 def _count(printed: str, words: str) -> int:
@@ -69,7 +67,9 @@ def _count(printed: str, words: str) -> int:
 
 
 SECTIONS: dict[str, Callable[[GpuScene], GpuSection]] = {
-    "checks": checks, "decode": decode, "prefill": prefill, "layers": layers, "model": model, "handoff": handoff
+    "check_kernels": partial(checks, suite="test_kernels.py"),
+    "check_runner": partial(checks, suite="test_runner.py"),
+    "decode": decode, "prefill": prefill, "layers": layers, "model": model, "handoff": handoff
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import asyncio
 import gzip
 import itertools
 import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
-from benchmarks.result import parser
 from compare.arms import ArmSettings, parse_arm
 from compare.load.client import LoadSpec, drive
 from compare.load.outcome import LoadRecording
@@ -95,7 +95,7 @@ def document(
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     options.add_argument("names", nargs="*", default=list(RUNS), choices=[*RUNS, []])
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     for name in options.parse_args().names or RUNS:

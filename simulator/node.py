@@ -59,11 +59,11 @@ class StepTimes:
         """A step takes `host_s`, and `host_slice_s` for each slice, in addition to the time of the device. Without
         `prompt_residuals`, `quantiles` are used for all steps."""
         self._cost, self._host_s, self._host_slice_s = cost, host_s, host_slice_s
-        self.varies = bool(prompt_residuals) or any(quantile != 1 for quantile in quantiles)
+        self.varies = bool(prompt_residuals) or any(each != 1 for each in quantiles)
         self._prompt_residuals = prompt_residuals
         random = Random(seed)
         self._shares = [random.random() for _ in range(PERIOD)] if self.varies else []
-        self._factors = [_quantile(quantiles, share) for share in self._shares]
+        self._factors = [quantile(quantiles, share) for share in self._shares]
         self._sums = list(accumulate(self._factors, initial=0.0))
         self._moments = list(accumulate((i * each for i, each in enumerate(self._factors)), initial=0.0))
 
@@ -89,7 +89,7 @@ class StepTimes:
         if steps.has_prompts and self._prompt_residuals:
             classes = self._prompt_residuals
             own = next((each for each in classes if steps.first_s <= each.up_to_s), classes[-1])
-            return begin_s + steps.first_s * _quantile(own.quantiles, self._shares[first])
+            return begin_s + steps.first_s * quantile(own.quantiles, self._shares[first])
         factors = self._sums[first + count] - self._sums[first]
         moments = self._moments[first + count] - self._moments[first] - first * factors
         return begin_s + steps.first_s * factors + steps.slope_s * moments
@@ -99,7 +99,7 @@ class StepTimes:
         return [self.end(steps, count) for steps in log for count in range(1, steps.length + 1)]
 
 
-def _quantile(quantiles: Sequence[float], share: float) -> float:
+def quantile(quantiles: Sequence[float], share: float) -> float:
     """Return the quantile at `share`, interpolated between the evenly spaced `quantiles`."""
     place, part = divmod(share * (len(quantiles) - 1), 1)
     low, high = quantiles[int(place)], quantiles[min(int(place) + 1, len(quantiles) - 1)]

@@ -16,7 +16,7 @@ from scheduler.request import Request, Step
 from shared.errors import ConfigError
 from simulator.cluster import ClusterPlan, SimulatedCluster, paused_gc
 from simulator.handoff import SimulatedHandoff
-from simulator.node import SimulatedNode, Stretch
+from simulator.node import SimulatedNode, Stretch, quantile
 from simulator.routed import RoutedNode, SimulatedRequest
 
 SPREAD = 0.8  # standard deviation of the logarithm of the lengths
@@ -294,12 +294,7 @@ def _waits(node: str, token_s: Sequence[float], tbt_slo_ms: float) -> list[Docum
 
 def interpolated(values: Sequence[float], share: float) -> float:
     """Return a percentile of sorted values, interpolated linearly, or 0 if there are no values."""
-    if not values:
-        return 0.0
-    place = share * (len(values) - 1)
-    low = int(place)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (place - low) * (values[high] - values[low])
+    return quantile(values, share) if values else 0.0
 
 
 def figures(rows: Sequence[Document], query: PlayQuery, plan: ClusterPlan) -> Document:

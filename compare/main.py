@@ -140,7 +140,8 @@ def prepare(
         device=f"{DEVICES[options.on]} {options.emulate or DEFAULT_EMULATED}" if options.on in DEVICES else "",
     )
     if options.on == "sim":
-        return experiment, *_simulated(options, experiment)
+        simulated = SimulatedDeployments(experiment.all_arms, _device(options), records=not experiment.finds_capacity)
+        return experiment, simulated, f"{experiment.size(options.duration)}, simulated"
     logs, blank = experiment.out / "logs", LaunchOptions("")
     stacks = [
         LocalStack(arm, launches.get(arm.name, blank), logs / f"arm-{number}.log", options.api_key)
@@ -152,13 +153,6 @@ def prepare(
     slowdown = min(max(1.0, load), MAX_SLOWDOWN)
     plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
     return experiment, Deployments(stacks, keeps_all=keeps_all), plan
-
-
-def _simulated(options: CompareOptions, experiment: Experiment) -> tuple[Deployments, str]:
-    deployments = SimulatedDeployments(experiment.all_arms, _device(options), records=not experiment.finds_capacity)
-    num_arms, most = len(experiment.all_arms), "at most " if experiment.finds_capacity else ""
-    periods = f"{num_arms} arms x {most}{experiment.max_trials} periods x {options.duration:g} s of traffic"
-    return deployments, f"plan: {periods}, simulated"
 
 
 def _device(options: CompareOptions) -> Emulation:

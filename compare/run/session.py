@@ -135,10 +135,12 @@ class Experiment:
         starts = num_arms * (1 if keeps_all else 1 + num_trials) * (1 + max(arm.devices for arm in self.all_arms))
         trial_s = num_arms * (duration_s + slowdown * BETWEEN_S)
         total_s = num_trials * trial_s + slowdown * (starts * START_S + REPORT_S)
+        spare = f", up to {span(self.num_spare * trial_s)} more if periods are invalid"
+        return f"{self.size(duration_s)}, about {span(total_s)} in total{'' if self.finds_capacity else spare}"
+
+    def size(self, duration_s: float) -> str:
         most = "at most " if self.finds_capacity else ""
-        more = "" if most else f", up to {span(self.num_spare * trial_s)} more if periods are invalid"
-        periods = f"{num_arms} arms x {most}{num_trials} periods x {duration_s:g} s of traffic"
-        return f"plan: {periods}, about {span(total_s)} in total{more}"
+        return f"plan: {len(self.all_arms)} arms x {most}{self.max_trials} periods x {duration_s:g} s of traffic"
 
 
 @dataclass(slots=True)

@@ -214,17 +214,7 @@ def prepare(options: PlanOptions) -> Simulations:
         device = load_emulation(options.cost)
     except ValueError as error:
         raise ConfigError(str(error).replace("--emulate", "--cost")) from None
-    traffic = CompareOptions(
-        trace=options.trace,
-        trace_format=options.trace_format,
-        preset=options.preset or ("" if options.trace else DEFAULT_TRAFFIC),
-        scale_tokens=options.scale_tokens,
-        burstiness=options.burstiness,
-        rate=REFERENCE_RATE,
-        duration=MOST_REQUESTS / REFERENCE_RATE,
-        too_long="cut",
-        model=options.model,
-    )
+    traffic = traffic_options(options)
     trace = read_trace(options.trace, options.trace_format) if options.trace else []
     limit = context_limit(traffic) if options.validate else 0
     source = TrafficSource(traffic, PromptVocabulary(1), trace, limit)
@@ -239,6 +229,21 @@ def prepare(options: PlanOptions) -> Simulations:
             remedy = "give a larger num_blocks"
         raise ConfigError(f"a request has {longest:.0f} tokens, but a node holds the KV of {held}: {remedy}")
     return simulations
+
+
+def traffic_options(options: PlanOptions) -> CompareOptions:
+    """Return the options of the plan's traffic at REFERENCE_RATE."""
+    return CompareOptions(
+        trace=options.trace,
+        trace_format=options.trace_format,
+        preset=options.preset or ("" if options.trace else DEFAULT_TRAFFIC),
+        scale_tokens=options.scale_tokens,
+        burstiness=options.burstiness,
+        rate=REFERENCE_RATE,
+        duration=MOST_REQUESTS / REFERENCE_RATE,
+        too_long="cut",
+        model=options.model,
+    )
 
 
 def block_names(row: TraceRow, index: int, block_tokens: int, *, shares: bool = True) -> Iterator[bytes]:

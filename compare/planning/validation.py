@@ -7,8 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from compare.main import prepare as prepare_compare
-from compare.options import CompareOptions
-from compare.planning.candidates import DEFAULT_TRAFFIC, Simulations
+from compare.planning.candidates import Simulations, traffic_options
 from compare.planning.options import PlanOptions
 from compare.planning.report import slo_of
 from compare.planning.search import WIDENING, Measured
@@ -26,18 +25,12 @@ async def validate(
     """Return a row for each candidate: its predicted and measured capacity, and the mean difference between predicted
     and measured attainment of the same runs."""
     rates = {one.arm: one.capacity.rate for one in best}
-    compare = CompareOptions(
+    compare = replace(
+        traffic_options(options),
         arms=list(rates),
         on=options.validate,
         emulate=options.cost if options.validate == "emulated" else "",
-        model=options.model,
-        trace=options.trace,
-        trace_format=options.trace_format,
-        preset=options.preset or ("" if options.trace else DEFAULT_TRAFFIC),
-        scale_tokens=options.scale_tokens,
-        burstiness=options.burstiness,
         duration=max(MIN_S, REQUESTS / min(rates.values()), ANSWERS * simulations.request_s(slo_of(options))[2]),
-        too_long="cut",
         find_capacity=True,
         rate=None,
         seeds=SEEDS,

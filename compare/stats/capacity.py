@@ -1,7 +1,4 @@
-"""Search for an arm's capacity: the largest rate at which a share `alpha` of the requests meets the SLO.
-
-This module has no I/O; the caller provides the function that measures.
-"""
+"""Search for an arm's capacity: the largest rate at which a share `alpha` of the requests meets the SLO."""
 
 import math
 from collections import Counter

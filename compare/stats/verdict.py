@@ -1,6 +1,6 @@
 """The verdict: which arm leads and by how much, why other arms miss the SLO, and under which other SLOs they win.
 
-This module has no I/O. If the paired differences support no other verdict, it is "too close to call".
+If the paired differences support no other verdict, it is "too close to call".
 """
 
 from collections import Counter
@@ -128,10 +128,8 @@ def figures_of(ranking: Ranking) -> str:
     return f"{best} {form.value(ranking.runs[best])}; {', '.join(others)}; {len(ranking.runs[best])} paired runs"
 
 
-def leading_cause(ranking: Ranking | None, miss_causes: Mapping[str, Mapping[str, int]]) -> str | None:
+def leading_cause(ranking: Ranking, miss_causes: Mapping[str, Mapping[str, int]]) -> str | None:
     """If the last arm is clearly behind, return its main cause of misses. If all arms meet the SLO, return a hint."""
-    if ranking is None:
-        return None
     if ranking.beaten and (counts := miss_causes.get(ranking.beaten[-1].arm)):
         top = max(counts, key=counts.__getitem__)
         total = sum(counts.values())
@@ -178,12 +176,12 @@ def _format_ms(value_ms: float) -> str:
     return f"{value_ms:,.0f}" if value_ms >= 100 else f"{value_ms:.3g}"
 
 
-def latency_differences(ranking: Ranking | None, figures: Mapping[str, Runs]) -> str | None:
+def latency_differences(ranking: Ranking, figures: Mapping[str, Runs]) -> str | None:
     """Return a text that says which latencies differ clearly, or None unless the leading metric is too close to call.
 
     `figures` has the runs of each metric of LATENCIES. P-values are corrected for all metrics and pairs.
     """
-    if ranking is None or not ranking.close or len(ranking.runs[ranking.best]) < 2:
+    if not ranking.close or len(ranking.runs[ranking.best]) < 2:
         return None
     close = {ranking.best, *(other.arm for other in ranking.close)}
     first, *rest = (arm for arm in ranking.runs if arm in close)

@@ -191,7 +191,6 @@ def test_latencies_are_left_out_if_attainment_decides_or_runs_were_overloaded():
     figures = {"tbt_p99_ms": {"a": SLOW, "b": FAST}}
     assert latency_differences(found(a=GOOD, b=POOR), figures) is None
     assert latency_differences(found(a=GOOD, b=GOOD), {"tbt_p99_ms": {"a": [None] * 6, "b": FAST}}) is None
-    assert latency_differences(None, figures) is None
 
 
 def test_a_control_with_a_difference_names_the_metric():

@@ -153,8 +153,17 @@ class EngineClient:
             return True
 
     async def get(self, path: str) -> bytes:
-        async with self.call("GET", path, timeout_s=ANSWER_S) as answer:
-            return await read(answer, MAX_ANSWER_BYTES)
+        return await self.fetch("GET", path, timeout_s=ANSWER_S)
+
+    async def fetch(self, method: str, path: str, timeout_s: float | None = None, **options: Any) -> bytes:
+        """Send a request, and return the answer's body. Raises EngineFailure if it is longer than MAX_ANSWER_BYTES."""
+        body = b""
+        async with self.call(method, path, timeout_s, **options) as answer:
+            while more := await answer.content.read(1 << 16):
+                body += more
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise EngineFailure("the answer is too long", is_garbage=True)
+        return body
 
     async def stream(
         self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader
@@ -171,10 +180,11 @@ class EngineClient:
                     return
         raise EngineFailure("the engine's answer ended early", is_suspicious=True, is_refusal=True)
 
-    async def collect(self, submit: SubmitRequest, tokens: list[int]) -> list[int]:
-        """Return all tokens with which this engine alone continues `tokens`."""
+    async def collect(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> list[int]:
+        """Return all tokens with which the engine continues `tokens`. Without `params`, it needs no other engine."""
         found: list[int] = []
-        async with aclosing(self.generate(submit, tokens, self.probe_params)) as outputs:  # type: ignore[type-var]
+        outputs = self.generate(submit, tokens, params or self.probe_params)
+        async with aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
                 found += output.tokens
         return found
@@ -202,15 +212,6 @@ class EngineClient:
 
 def headers_of(submit: SubmitRequest) -> dict[str, str]:
     return {"X-Request-Id": submit.id} | ({"traceparent": submit.traceparent} if submit.traceparent else {})
-
-
-async def read(answer: aiohttp.ClientResponse, limit: int) -> bytes:
-    body = b""
-    while more := await answer.content.read(1 << 16):
-        body += more
-        if len(body) > limit:
-            raise EngineFailure("the answer is too long", is_garbage=True)
-    return body
 
 
 async def _words(answer: aiohttp.ClientResponse) -> str:

@@ -103,8 +103,7 @@ class SglangEngine(EngineClient):
         finally:
             if "rid" in body and not is_over:
                 with suppress(EngineFailure):
-                    async with self.call("POST", "/abort_request", timeout_s=HEALTH_S, json={"rid": body["rid"]}):
-                        pass
+                    await self.fetch("POST", "/abort_request", timeout_s=HEALTH_S, json={"rid": body["rid"]})
 
     def check(self, submit: SubmitRequest) -> None:
         super().check(submit)
@@ -157,7 +156,6 @@ class GenerateReader(EventReader):
     num_tokens = 0
 
     def add(self, output: EngineOutput, event: dict[str, Any]) -> None:
-        self.check_error(event)
         meta = event["meta_info"]
         if (num := int(meta["completion_tokens"]) - self.num_tokens) < 0:
             raise ValueError("the number of tokens falls")

@@ -4,17 +4,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from proxy_node.client import ANSWER_S, MAX_ANSWER_BYTES, EngineClient, EngineFacts, Params, headers_of, read
+from proxy_node.client import ANSWER_S, EngineClient, EngineFacts, Params, headers_of
 from proxy_node.connectors import PREFILL_PARAMS, check_params
-from proxy_node.wire import (
-    EngineMetrics,
-    EngineOutput,
-    EventReader,
-    completion_body,
-    garbage,
-    read_choice,
-    read_metrics,
-)
+from proxy_node.wire import EngineMetrics, EngineOutput, EventReader, completion_body, read_metrics, reading
 from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest, unpack_ids
 
@@ -56,8 +48,7 @@ class VllmEngine(EngineClient):
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text, as computed by the server's tokenizer."""
         body = {"model": self.model, "prompt": text}
-        async with self.call("POST", "/tokenize", timeout_s=ANSWER_S, json=body) as answer:
-            return list(json.loads(await read(answer, MAX_ANSWER_BYTES))["tokens"])
+        return list(json.loads(await self.fetch("POST", "/tokenize", timeout_s=ANSWER_S, json=body))["tokens"])
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -66,8 +57,10 @@ class VllmEngine(EngineClient):
     ) -> AsyncIterator[EngineOutput]:
         self.check(submit)
         body = completion_body(submit, tokens, self.model, params)
-        reader = EventReader(len(tokens), body["max_tokens"], self.vocab_size, body["logprobs"] or 0)
-        return self.stream("/v1/completions", submit, body, reader)
+        return self.stream("/v1/completions", submit, body, self._reader(body))
+
+    def _reader(self, body: dict[str, Any]) -> EventReader:
+        return EventReader(len(body["prompt"]), body["max_tokens"], self.vocab_size, body["logprobs"] or 0)
 
     def check(self, submit: SubmitRequest) -> None:
         super().check(submit)
@@ -87,14 +80,13 @@ class VllmEngine(EngineClient):
         self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
     ) -> tuple[EngineOutput, Params]:
         body = completion_body(submit, tokens, self.model, PREFILL_PARAMS if keeps else None)
+        reader, output = self._reader(body), EngineOutput()
         body |= {"max_tokens": 1, "min_tokens": min(1, body["min_tokens"]), "stream": False}
-        async with self.call("POST", "/v1/completions", json=body, headers=headers_of(submit)) as answer:
-            try:
-                found = json.loads(await read(answer, MAX_ANSWER_BYTES))
-                output = read_choice(found["choices"][0], self.vocab_size, body["logprobs"] or 0)
-                if len(output.tokens) != 1:
-                    raise ValueError(f"{len(output.tokens)} tokens instead of one")
-                params = found.get("kv_transfer_params")
-                return output, None if params is None else check_params(params)
-            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-                raise garbage(f"{type(error).__name__}: {error}"[:200]) from None
+        data = await self.fetch("POST", "/v1/completions", json=body, headers=headers_of(submit))
+        with reading():
+            found = json.loads(data)
+            reader.add(output, found)
+            if len(output.tokens) != 1:
+                raise ValueError(f"{len(output.tokens)} tokens instead of one")
+            params = found.get("kv_transfer_params")
+            return output, None if params is None else check_params(params)

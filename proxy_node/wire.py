@@ -6,8 +6,8 @@ contain token ids.
 
 import json
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,15 @@ class EngineFailure(Exception):
 
 def garbage(reason: str) -> EngineFailure:
     return EngineFailure(f"the engine's answer is malformed: {reason}", is_garbage=True)
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raise EngineFailure if the code in the `with` block fails because the engine's answer is malformed."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise garbage(f"{type(error).__name__}: {error}"[:200]) from None
 
 
 # ---- to the engine ---------------------------------------------------------------------------------------------------
@@ -139,59 +148,48 @@ class EventReader:
         if len(self._rest) > self._limit or any(len(line) > self._limit for line in lines):
             raise garbage(f"an event is longer than {self._limit} bytes")
         output = EngineOutput()
-        for line in lines:
-            if line.startswith(b"data: {") and not output.finish:
-                try:
-                    self.add(output, json.loads(line[6:]))
-                except (ValueError, TypeError, KeyError, AttributeError, LookupError, RecursionError) as error:
-                    raise garbage(f"{type(error).__name__}: {error}"[:200]) from None
-            elif line.strip() not in {b"", b"data: [DONE]"} and not line.startswith((b":", b"data: {")):
-                raise garbage(f"{line[:40]!r} is no event")
+        with reading():
+            for line in lines:
+                if line.startswith(b"data: {") and not output.finish:
+                    event = json.loads(line[6:])
+                    check_error(event)
+                    self.add(output, event)
+                elif line.strip() not in {b"", b"data: [DONE]"} and not line.startswith((b":", b"data: {")):
+                    raise garbage(f"{line[:40]!r} is no event")
         return output
 
     def add(self, output: EngineOutput, event: dict[str, Any]) -> None:
-        """Add the contents of an event to `output`. Raises EngineFailure for an event that reports an error, and
-        ValueError, TypeError, LookupError or AttributeError for a malformed event."""
-        self.check_error(event)
-        for choice in event["choices"]:
-            found = read_choice(choice, self._vocab_size, self.num_logprobs)
-            output.tokens += self.checked(found.tokens)
-            output.logprobs += found.logprobs
-            output.finish = found.finish
+        """Add the contents of an event, or of an answer that is not streamed, to `output`.
 
-    def check_error(self, event: dict[str, Any]) -> None:
-        if (error := event.get("error")) is not None:
-            if error.get("code") == 400:  # vLLM reports some bad requests in the stream
-                raise EngineFailure(f"{error.get('message')!s:.200}", retry=False, status=400)
-            raise EngineFailure(f"the engine failed: {error.get('message')!s:.200}", retry=False, is_suspicious=True)
+        Raises EngineFailure if the engine gave up the request, and ValueError, TypeError, LookupError or AttributeError
+        for a malformed event.
+        """
+        for choice in event["choices"]:
+            tokens = self.checked(choice.get("token_ids") or [])
+            output.tokens += tokens
+            if tokens and choice.get("logprobs") is not None:
+                output.logprobs += read_logprobs(choice["logprobs"], tokens, self.num_logprobs)
+            if (finish := choice.get("finish_reason")) is not None:
+                if finish not in FINISHES:
+                    raise EngineFailure(f"the engine ended the request: {finish!s:.40}", is_refusal=finish == "abort")
+                output.finish = FINISHES[finish]
 
     def checked(self, tokens: list[int]) -> list[int]:
         """Return the next tokens. Raises ValueError if a token is invalid or if there are too many tokens."""
-        check_ids(tokens, self._vocab_size)
+        if any(type(token) is not int or not 0 <= token < self._vocab_size for token in tokens):
+            raise ValueError(f"a token id is not below {self._vocab_size}")
         self._left -= len(tokens)
         if self._left < 0:
             raise ValueError("there are more tokens than requested")
         return tokens
 
 
-def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
-    if any(type(token) is not int or not 0 <= token < vocab_size for token in tokens):
-        raise ValueError(f"a token id is not below {vocab_size}")
-
-
-def read_choice(choice: dict[str, Any], vocab_size: int, num_logprobs: int) -> EngineOutput:
-    """Return the contents of `choice`, one of the `choices` of an event or answer. Raises EngineFailure if the engine
-    gave up the request, and ValueError, TypeError or LookupError for a malformed choice."""
-    tokens = choice.get("token_ids") or []
-    check_ids(tokens, vocab_size)
-    output = EngineOutput(tokens)
-    if tokens and choice.get("logprobs") is not None:
-        output.logprobs = read_logprobs(choice["logprobs"], tokens, num_logprobs)
-    if (finish := choice.get("finish_reason")) is not None:
-        if finish not in FINISHES:
-            raise EngineFailure(f"the engine ended the request: {finish!s:.40}", is_refusal=finish == "abort")
-        output.finish = FINISHES[finish]
-    return output
+def check_error(event: dict[str, Any]) -> None:
+    """Raise EngineFailure if the event reports an error."""
+    if (error := event.get("error")) is not None:
+        if error.get("code") == 400:  # vLLM reports some bad requests in the stream
+            raise EngineFailure(f"{error.get('message')!s:.200}", retry=False, status=400)
+        raise EngineFailure(f"the engine failed: {error.get('message')!s:.200}", retry=False, is_suspicious=True)
 
 
 def read_logprobs(entry: dict[str, Any], tokens: Sequence[int], num_top: int) -> list[Logprobs]:

@@ -23,20 +23,10 @@ Check = Callable[[], Awaitable[str]]
 LENGTH = 24  # tokens of an answer
 IDLE_S = 10.0
 TEXTS = (
-    *("Hello", " leading and trailing ", "two\nlines\n\n", "\ttabs\t", "MiXeD CaSe", "it's, isn't it?", "12345 67.89"),
-    *(
-        "Grüße aus Köln",
-        "naïve café",
-        "Привет, мир",
-        "こんにちは世界",
-        "你好，世界",
-        "مرحبا",
-        "🙂🚀",
-        "e\u0301",
-        "a" * 100,
-    ),
-    *("def f(x):\n    return x", '{"a": [1, 2]}', "https://a.example/b?c=d", "<|endoftext|>"),
-)
+    "Hello", " leading and trailing ", "two\nlines\n\n", "\ttabs\t", "MiXeD CaSe", "it's, isn't it?", "12345 67.89",
+    "Grüße aus Köln", "naïve café", "Привет, мир", "こんにちは世界", "你好，世界", "مرحبا", "🙂🚀", "e\u0301",
+    "a" * 100, "def f(x):\n    return x", '{"a": [1, 2]}', "https://a.example/b?c=d", "<|endoftext|>",
+)  # fmt: skip
 
 
 @asynccontextmanager
@@ -66,24 +56,24 @@ async def in_time(check: Check) -> str:
 
 
 class EngineExaminer:
-    """Examines one server. The first check reads the description of the server, which the other checks need."""
+    """Examines one server. The first check sets `facts`, which the other checks need."""
+
+    facts: EngineFacts
 
     def __init__(self, engine: VllmEngine, max_model_len: int, tokenizer: Tokenizer) -> None:
         self.engine, self._max_model_len, self._tokenizer = engine, max_model_len, tokenizer
-        self.facts: EngineFacts | None = None
 
     def checks(self) -> list[tuple[str, Check]]:
         found = (self.server, self.tokens, self.answers, self.cancels, self.salts)
         return [(check.__name__, check) for check in found]
 
     async def server(self) -> str:
-        facts = await self.engine.describe()
+        self.facts = facts = await self.engine.describe()
         if facts.max_model_len < self._max_model_len:
             raise ValueError(
                 f"--max-model-len of {self.engine.url} is {facts.max_model_len}, and that of --model "
                 f"{self._max_model_len}: give baton up --max-model-len {facts.max_model_len}"
             )
-        self.facts = facts
         blocks = f"{facts.num_blocks} blocks of {facts.block_tokens} tokens"
         return f"{self.engine.url}: vLLM {facts.version}, {facts.model}, {facts.max_model_len} positions, {blocks}"
 
@@ -104,11 +94,8 @@ class EngineExaminer:
         request, prompt = self.request(1, num=min(1000, self._max_model_len - LENGTH))
         async with aclosing(self.engine.generate(request, prompt)) as outputs:  # type: ignore[type-var]
             await anext(outputs)
-        deadline = asyncio.get_running_loop().time() + IDLE_S
-        while await self.value("num_requests_running"):
-            if asyncio.get_running_loop().time() > deadline:
-                raise ValueError(f"a request still runs {IDLE_S:g} s after its connection was closed")
-            await asyncio.sleep(0.1)
+        if await self.value("num_requests_running", lambda running: not running):
+            raise ValueError(f"a request still runs {IDLE_S:g} s after its connection was closed")
         return "a request ends when its connection is closed"
 
     async def salts(self) -> str:
@@ -127,19 +114,23 @@ class EngineExaminer:
 
     def request(self, num_blocks: int, num: int = LENGTH) -> tuple[SubmitRequest, list[int]]:
         """Return a request for `num` tokens that has a new prompt, and the tokens of this prompt."""
-        size = num_blocks * (self.facts.block_tokens if self.facts is not None else 16) + 1
-        size = max(1, min(size, self._max_model_len - num))
+        size = max(1, min(num_blocks * self.facts.block_tokens + 1, self._max_model_len - num))
         prompt = [secrets.randbelow(self.engine.vocab_size) for _ in range(size)]
         return replace(probe_request(prompt, num, temperature=0.0), salt=secrets.token_bytes(16)), prompt
 
-    async def value(self, name: str) -> float:
-        return (await self.engine.metrics()).values.get(name, 0.0)
+    async def value(self, name: str, is_expected: Callable[[float], bool] = lambda _: True) -> float:
+        """Return the value of a metric. Until it is as expected, read it again, for at most IDLE_S seconds."""
+        now = asyncio.get_running_loop().time
+        end = now() + IDLE_S
+        while True:
+            value = (await self.engine.metrics()).values.get(name, 0.0)
+            if is_expected(value) or now() > end:
+                return value
+            await asyncio.sleep(0.1)
 
 
 async def same_kv(one: EngineExaminer, other: EngineExaminer) -> str:
     """Check that the KV of two servers has the same layout, and that both have a connector."""
-    assert one.facts is not None
-    assert other.facts is not None
     for name in ("version", "model", "block_tokens", "cache_dtype"):
         if (a := getattr(one.facts, name)) != (b := getattr(other.facts, name)):
             raise ValueError(f"{name} is {a} on {one.engine.url} and {b} on {other.engine.url}: they are not paired")
@@ -157,23 +148,10 @@ async def hands_over(prefill: EngineExaminer, decode: EngineExaminer) -> str:
     request, prompt = prefill.request(4)
     before = await decode.value("nixl_bytes_transferred_sum")
     _, params = await prefill.engine.prefill(request, prompt)
-    tokens: list[int] = []
-    async with aclosing(decode.engine.generate(request, prompt, params)) as outputs:  # type: ignore[type-var]
-        async for output in outputs:
-            tokens += output.tokens
-    if tokens != await prefill.engine.collect(request, prompt):
+    if await decode.engine.collect(request, prompt, params) != await prefill.engine.collect(request, prompt):
         raise ValueError("the answer after a handoff differs from that of one server")
     await decode.engine.collect(*decode.request(1, num=2))  # an idle server does not update its metrics
-    moved = 0.0
-
-    async def has_moved() -> bool:
-        nonlocal moved
-        moved = await decode.value("nixl_bytes_transferred_sum") - before
-        return moved > 0
-
-    deadline = asyncio.get_running_loop().time() + IDLE_S
-    while not await has_moved():
-        if asyncio.get_running_loop().time() > deadline:
-            raise ValueError(f"no KV moved: {decode.engine.url} computed the prompt itself")
-        await asyncio.sleep(0.1)
+    moved = await decode.value("nixl_bytes_transferred_sum", lambda value: value > before) - before
+    if moved <= 0:
+        raise ValueError(f"no KV moved: {decode.engine.url} computed the prompt itself")
     return f"{moved:,.0f} bytes moved to {decode.engine.url} for {len(prompt)} tokens, with the same answer"

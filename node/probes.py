@@ -1,13 +1,16 @@
 """The pages of a node's health port: whether the node is alive, whether it can take requests, and its metrics."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from shared.health import Answer
+from shared.config.settings import JoiningSettings
+from shared.health import Answer, HealthServer
+from shared.lifecycle import listen
 from shared.metrics import stats_families
 from shared.rpc.messages import NodeInfo, NodeStats
 
@@ -31,6 +34,13 @@ class NodeProbes(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
+
+    async def serve(self, settings: JoiningSettings, cleanup: AsyncExitStack) -> None:
+        """Serve the health port, if one is set, until `cleanup`. Raises OSError if the port cannot be opened."""
+        if settings.health_port:
+            server = HealthServer(self.pages())
+            await listen(server.start, settings.host, settings.health_port, "--health-port")
+            cleanup.push_async_callback(server.close)
 
     def pages(self) -> Mapping[str, Callable[[], Answer]]:
         return {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}

@@ -40,7 +40,6 @@ from scheduler.role import PREFILL, Role
 from scheduler.scheduler import Scheduler, StepLimits
 from shared import failpoints, logs
 from shared.config.settings import EVERY_ADDRESS, NodeSettings
-from shared.health import HealthServer
 from shared.kv.channel import KVChannel, PeerLostError
 from shared.kv.local import LocalChannel, private
 from shared.kv.memory import KVMemory
@@ -178,7 +177,8 @@ class NodeProcess:
         async with AsyncExitStack() as cleanup:
             try:
                 node, registry = await self.open(cleanup, lifetime)
-                await self._serve_probes(cleanup, node)
+                probes = NodeProbes(lambda: (node.state.info, node.stats()), node.failure, node.refusal)
+                await probes.serve(self.settings, cleanup)
                 node.start()
                 cleanup.push_async_callback(node.close)
                 await self._warm_up(node)
@@ -226,14 +226,6 @@ class NodeProcess:
         cleanup.push_async_callback(server.close)
         node.update_info(address=f"{settings.advertise}:{port}")
         return node, registry
-
-    async def _serve_probes(self, cleanup: AsyncExitStack, node: Node) -> None:
-        """Serve the health port if one is set. Raises OSError if the port cannot be opened."""
-        if self.settings.health_port:
-            probes = NodeProbes(lambda: (node.state.info, node.stats()), node.failure, node.refusal)
-            server = HealthServer(probes.pages())
-            await listen(server.start, self.settings.host, self.settings.health_port, "--health-port")
-            cleanup.push_async_callback(server.close)
 
     def _node(self, channels: list[KVChannel]) -> Node:
         settings, components, budget = self.settings, self.components, _budget(self.settings)

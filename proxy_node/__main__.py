@@ -4,10 +4,10 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from node.engine_steps import StepSocket
 from node.identity import advertised, default_id
@@ -23,7 +23,6 @@ from shared import logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import ProxySettings
 from shared.errors import ConfigError
-from shared.health import HealthServer
 from shared.lifecycle import ProcessLifetime, listen, run
 from shared.model_files import read_end_tokens, read_limits, resolve
 from shared.registry import announcer
@@ -71,17 +70,16 @@ def _start_failed(error: Exception) -> int:
 
 @dataclass
 class ProxyProcess:
-    """A proxy node from its start to its exit. Each time the engine comes back, the node joins as a new incarnation."""
+    """A proxy node from its start to its exit. Each time the engine comes back, the node joins as a new incarnation.
+
+    `settings` has the role of the next incarnation, because a router may have changed the role that was given.
+    """
 
     settings: ProxySettings
     engine: EngineClient
     max_model_len: int  # the router's limit
     steps: StepSocket | None = None
     node: ProxyNode | None = None  # None while the engine does not answer
-    role: str = field(init=False)  # of the next incarnation; a router may have changed that of the settings
-
-    def __post_init__(self) -> None:
-        self.role = self.settings.role
 
     async def serve(self, lifetime: ProcessLifetime) -> int:
         async with self.engine.open(), AsyncExitStack() as cleanup:
@@ -89,14 +87,9 @@ class ProxyProcess:
                 if self.steps is not None:
                     self.steps.open()
                     cleanup.callback(self.steps.close)
-                if port := self.settings.health_port:
-                    server = HealthServer(NodeProbes(self._stats, str, self._refusal).pages())
-                    await listen(server.start, self.settings.host, port, "--health-port")
-                    cleanup.push_async_callback(server.close)
+                await NodeProbes(self._stats, str, self._refusal).serve(self.settings, cleanup)
                 info = await _unless(lifetime, self._await_engine(is_first=True))
-                while info is not None:
-                    if not await self._serve_incarnation(info, lifetime):
-                        break
+                while info is not None and await self._serve_incarnation(info, lifetime):
                     info = await _unless(lifetime, self._await_engine(is_first=False))
             except (ConfigError, OSError) as error:
                 return _start_failed(error)
@@ -132,7 +125,7 @@ class ProxyProcess:
         facts = await self.engine.describe()
         self._check(facts)
         found = await connector(self.engine) if facts.connector is None else facts.connector
-        if self.role == "prefill" and not found:
+        if self.settings.role == "prefill" and not found:
             needs = NEEDS_CONNECTOR if facts.kind == "vllm" else "start it with --disaggregation-mode prefill"
             raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {needs}")
         resumed = await resumes(self.engine, facts.resumes)
@@ -145,7 +138,7 @@ class ProxyProcess:
 
         An engine with a smaller maximum length would silently cut answers.
         """
-        role = self.role
+        role = self.settings.role
         if facts.role not in {"", role}:
             raise ConfigError(
                 f"--role {role}: the server at {self.engine.url} runs with --disaggregation-mode {facts.role}; "
@@ -163,7 +156,7 @@ class ProxyProcess:
         return NodeInfo(
             id=settings.id or default_id(settings.role),
             incarnation_id=secrets.token_hex(16),
-            role=self.role,
+            role=settings.role,
             address="",
             model=facts.model,
             fingerprint=facts.fingerprint(found),
@@ -202,23 +195,19 @@ class ProxyProcess:
             cleanup.callback(setattr, self, "node", None)
             cleanup.push_async_callback(registry.close)
             log.info("%s at %s: %s at %s", info.id, node.info.address, info.attributes["engine"], self.engine.url)
-            reason = await _unless(lifetime, _result(node.lost))
+            reason = await _unless(lifetime, asyncio.shield(node.lost))
             if reason is not None:
                 log.error("the engine at %s is lost: %s", self.engine.url, reason)
                 await node.sessions.flush()
                 await asyncio.sleep(FLUSH_S)
-                self.role = node.info.role
+                self.settings = settings.model_copy(update={"id": info.id, "role": node.info.role})
                 return True
             if moved := await node.end(settings.drain_timeout_s):
                 log.warning("%d requests did not end within %g s: they are retried", moved, settings.drain_timeout_s)
         return False
 
 
-async def _result(future: "asyncio.Future[str]") -> str:
-    return await asyncio.shield(future)
-
-
-async def _unless(lifetime: ProcessLifetime, work: Coroutine[Any, Any, Result]) -> Result | None:
+async def _unless(lifetime: ProcessLifetime, work: Awaitable[Result]) -> Result | None:
     """Return the result of `work`, or None if the process drains first."""
     task, draining = asyncio.ensure_future(work), asyncio.ensure_future(lifetime.draining.wait())
     try:

@@ -41,8 +41,7 @@ MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 Work = Callable[[], Awaitable[None]]
 INTERNAL = "internal"
 HANDOFF = "handoff: "  # prefix of errors for which either of the two nodes may be at fault; the router checks for it
-USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")  # the second is the name before vLLM 0.10
-LOAD = (*USAGE, "num_requests_running", "num_requests_waiting")
+LOAD = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
 LEASE_SHARE = 0.8  # the first token must come within this share of the lease
 MAX_LEASE_MS = 3_600_000
 PUSH_LEASE_MS = 300_000  # how long SGLang servers wait for each other
@@ -57,15 +56,6 @@ class ProxiedRequest:
     task: "asyncio.Task[None]"
     progress: RequestProgress
     committed: "asyncio.Future[int] | None" = None  # the first token, once a prefill engine has pushed all KV
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptedHandoff:
-    """The parts of an `AcceptRequest` that the node needs while it answers the request."""
-
-    lease_s: float
-    first_token: int
-    committed: "asyncio.Future[int] | None"
 
 
 class ProxyNode:
@@ -205,9 +195,8 @@ class ProxyNode:
     def stats(self) -> NodeStats:
         """Return the node's statistics, most of which the engine reports. The engine does not report cached blocks, so
         they count as free."""
-        usage = max(map(self._value, USAGE))
         total = self.info.num_blocks - 1
-        owned = min(total, round(usage * total))
+        owned = min(total, round(self._value("kv_cache_usage_perc") * total))
         return replace(
             self.counters,
             state="stuck" if self.lost.done() else self.info.state,
@@ -317,24 +306,24 @@ class ProxyNode:
             self._fail(request_id, INTERNAL, retry=False)
 
     async def _run(
-        self, submit: SubmitRequest, tokens: list[int], outputs: Any, accepted: AcceptedHandoff | None = None
+        self, submit: SubmitRequest, tokens: list[int], outputs: Any, handoff: AcceptRequest | None = None
     ) -> None:
-        """Send the tokens of one request to its router."""
-        position, is_first, began = len(tokens) - submit.num_prompt, True, self._now()
+        """Send the tokens of one request to its router. If another engine computed its prompt, `handoff` is given."""
+        request, is_first, began = self._requests[submit.id], True, self._now()
+        position = len(tokens) - submit.num_prompt
         try:
-            async with aclosing(outputs), asyncio.timeout(accepted.lease_s if accepted else None) as lease:
+            async with aclosing(outputs), asyncio.timeout(handoff.lease_ms / 1000 if handoff else None) as lease:
                 async for output in outputs:
                     self._health.streamed(self._now())
                     delta = TokenDelta(submit.id, position, b"", output.finish, logprobs=output.logprobs)
                     position += len(output.tokens)
                     if is_first:
-                        if accepted is not None:
-                            await _join(delta, output, accepted)
+                        if handoff is not None:
+                            await _join(delta, output, handoff.first_token, request.committed)
                         is_first = False
                         lease.reschedule(None)
                         self.recorder.event(submit.id, "first")
                     delta.tokens = pack_ids(output.tokens)
-                    request = self._requests[submit.id]
                     request.progress.num_tokens = submit.num_prompt + position
                     self._send(request.router, delta)
                     if output.finish:
@@ -344,7 +333,7 @@ class ProxyNode:
         except TimeoutError:
             raise EngineFailure(f"{HANDOFF}no token came in time, and the lease of the KV may have ended") from None
         except EngineFailure as failure:
-            if accepted is None or not is_first or str(failure).startswith(HANDOFF):
+            if handoff is None or not is_first or str(failure).startswith(HANDOFF):
                 raise
             # An engine reports the same error whether it cannot read the KV or fails in another way, so the handoff may
             # have failed.
@@ -454,8 +443,7 @@ class ProxyNode:
         except ValueError as error:
             return Ack(str(error))
         committed = asyncio.get_running_loop().create_future() if message.first_token == FROM_COMMIT else None
-        accepted = AcceptedHandoff(message.lease_ms / 1000, message.first_token, committed)
-        self._start(submit.router, submit, tokens, partial(self._run, submit, tokens, outputs, accepted), committed)
+        self._start(submit.router, submit, tokens, partial(self._run, submit, tokens, outputs, message), committed)
         return Ack()
 
     async def commit(self, message: CommitRequest) -> Ack:
@@ -498,15 +486,15 @@ class ProxyNode:
             self._end(request_id, "aborted")
 
 
-async def _join(delta: TokenDelta, output: EngineOutput, accepted: AcceptedHandoff) -> None:
+async def _join(delta: TokenDelta, output: EngineOutput, first_token: int, committed: Any) -> None:
     """Mark the first delta of a decode engine as handed off. Drop its first token if the router already has that token.
 
     Raises EngineFailure if the prefill engine sampled another first token.
     """
     delta.handed_off = True
-    first_token = accepted.first_token if accepted.committed is None else await accepted.committed
-    if first_token >= 0 and output.tokens[:1] != [first_token]:
+    expected = first_token if committed is None else await committed
+    if expected >= 0 and output.tokens[:1] != [expected]:
         raise EngineFailure(f"{HANDOFF}the engines sampled different first tokens")
-    if accepted.first_token >= 0:
+    if first_token >= 0:
         del output.tokens[0], output.logprobs[:1]
         delta.position += 1

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -167,16 +166,14 @@ async def registry(settings: DoctorSettings) -> str:
 
 
 async def _engines(settings: DoctorSettings) -> AsyncIterator[Finding]:
-    async with AsyncExitStack() as cleanup:
-        try:
-            checks = await cleanup.enter_async_context(engine_checks(settings))
-        except (ValueError, OSError) as error:
-            yield Finding("model", "failed", str(error))
-            return
-        for name, check in checks:
-            yield (finding := await examine(name, check))
-            if name == "server" and finding.level == "failed":
-                return
+    try:
+        async with engine_checks(settings) as checks:
+            for name, check in checks:
+                yield (finding := await examine(name, check))
+                if name == "server" and finding.level == "failed":
+                    return
+    except (ValueError, OSError) as error:
+        yield Finding("model", "failed", str(error))
 
 
 # ---- a running cluster ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader, check_supported
+from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader
 from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest
 
@@ -56,6 +56,7 @@ class EngineClient:
     request would get no answer, and could not be repeated safely.
     """
 
+    check_params: Callable[[object], dict[str, Any]]  # checks the parameters of a handoff; see `connectors`
     probe_params: Params = None  # with these parameters, `generate` needs no other engine
 
     def __init__(
@@ -109,12 +110,17 @@ class EngineClient:
 
     def check(self, submit: SubmitRequest) -> None:
         """Raise ValueError, which names the field, if an engine cannot take the request."""
-        check_supported(submit)
-
-    def check_params(self, params: object) -> dict[str, Any]:
-        """Return the parameters with which the engine gets the KV of a prompt. Raises ValueError, which names the
-        field, if they are malformed."""
-        raise NotImplementedError
+        sampling = submit.sampling
+        unsupported = {
+            "structured output": submit.grammar,
+            "images": submit.media,
+            "prompt_logprobs": sampling.prompt_logprobs is not None,
+            "bad_words": sampling.bad_words,
+            "embeddings": sampling.pooling,
+        }
+        for name, is_given in unsupported.items():
+            if is_given:
+                raise ValueError(f"{name}: not available, because the nodes are vLLM or SGLang servers; leave it out")
 
     def offer(self) -> Params:
         """Return the parameters of a new handoff if the engine pushes KV, otherwise None.
@@ -152,8 +158,8 @@ class EngineClient:
         except (aiohttp.ClientError, OSError):
             return True
 
-    async def get(self, path: str) -> bytes:
-        return await self.fetch("GET", path, timeout_s=ANSWER_S)
+    async def get(self, path: str) -> str:
+        return (await self.fetch("GET", path, timeout_s=ANSWER_S)).decode("utf-8", "replace")
 
     async def fetch(self, method: str, path: str, timeout_s: float | None = None, **options: Any) -> bytes:
         """Send a request, and return the answer's body. Raises EngineFailure if it is longer than MAX_ANSWER_BYTES."""

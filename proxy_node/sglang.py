@@ -40,6 +40,7 @@ class SglangEngine(EngineClient):
     because this crashes the servers.
     """
 
+    check_params = staticmethod(check_bootstrap)
     num_healthy = 0
     bootstrap: Params = None  # the bootstrap address, if the server is a prefill server
 
@@ -56,21 +57,18 @@ class SglangEngine(EngineClient):
             return facts
         self.probe_params = ALONE
         if mode == "prefill":
-            port = int(info.get("disaggregation_bootstrap_port") or 8998)
-            self.bootstrap = {"bootstrap_host": self._public_host(), "bootstrap_port": port}
+            host, port = urlsplit(self.url).hostname or "", int(info.get("disaggregation_bootstrap_port") or 8998)
+            is_local = host in {"localhost", "127.0.0.1", "::1"}
+            self.bootstrap = {"bootstrap_host": self.host if self.host and is_local else host, "bootstrap_port": port}
         backend = f"sglang {info.get('disaggregation_transfer_backend', '')}"
         resumes = "greedy, seeded" if info.get("enable_deterministic_inference") else "greedy"
         return replace(facts, role=mode, connector=backend, resumes=resumes)
-
-    def _public_host(self) -> str:
-        host = urlsplit(self.url).hostname or ""
-        return self.host if self.host and host in {"localhost", "127.0.0.1", "::1"} else host
 
     async def metrics(self) -> EngineMetrics:
         await self.get("/health")
         self.num_healthy += 1
         try:
-            found = read_metrics((await self.get("/metrics")).decode("utf-8", "replace"), "sglang").values
+            found = read_metrics(await self.get("/metrics"), "sglang").values
         except EngineFailure as failure:
             if failure.status != 404:
                 raise
@@ -109,9 +107,6 @@ class SglangEngine(EngineClient):
         super().check(submit)
         if submit.sampling.allowed_tokens:
             raise ValueError("allowed_token_ids: not available, because SGLang does not have it; leave it out")
-
-    def check_params(self, params: object) -> dict[str, Any]:
-        return check_bootstrap(params)
 
     def offer(self) -> Params:
         room = {"bootstrap_room": 1 + secrets.randbelow(2**63 - 1)}

@@ -4,8 +4,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+from proxy_node import connectors
 from proxy_node.client import ANSWER_S, EngineClient, EngineFacts, Params, headers_of
-from proxy_node.connectors import PREFILL_PARAMS, check_params
 from proxy_node.wire import EngineMetrics, EngineOutput, EventReader, completion_body, read_metrics, reading
 from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest, unpack_ids
@@ -18,6 +18,8 @@ NEEDS = "Baton needs a vLLM server of version 0.19 or newer"
 
 class VllmEngine(EngineClient):
     """Calls one vLLM server by `/v1/completions`, with token ids in requests and answers."""
+
+    check_params = staticmethod(connectors.check_params)
 
     # ---- the server ---------------------------------------------------------------------------------------------
 
@@ -43,7 +45,7 @@ class VllmEngine(EngineClient):
         return EngineFacts(self.model, version, max_model_len, block_tokens, num_blocks, block_bytes, dtype)
 
     async def metrics(self) -> EngineMetrics:
-        return read_metrics((await self.get("/metrics")).decode("utf-8", "replace"))
+        return read_metrics(await self.get("/metrics"))
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text, as computed by the server's tokenizer."""
@@ -73,13 +75,10 @@ class VllmEngine(EngineClient):
                 f"{MAX_STOP_TOKENS}"
             )
 
-    def check_params(self, params: object) -> dict[str, Any]:
-        return check_params(params)
-
     async def prefill(
         self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
     ) -> tuple[EngineOutput, Params]:
-        body = completion_body(submit, tokens, self.model, PREFILL_PARAMS if keeps else None)
+        body = completion_body(submit, tokens, self.model, connectors.PREFILL_PARAMS if keeps else None)
         reader, output = self._reader(body), EngineOutput()
         body |= {"max_tokens": 1, "min_tokens": min(1, body["min_tokens"]), "stream": False}
         data = await self.fetch("POST", "/v1/completions", json=body, headers=headers_of(submit))
@@ -89,4 +88,4 @@ class VllmEngine(EngineClient):
             if len(output.tokens) != 1:
                 raise ValueError(f"{len(output.tokens)} tokens instead of one")
             params = found.get("kv_transfer_params")
-            return output, None if params is None else check_params(params)
+            return output, None if params is None else self.check_params(params)

@@ -96,21 +96,6 @@ def cache_salt(submit: SubmitRequest) -> str:
     return (submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode()).hex()
 
 
-def check_supported(submit: SubmitRequest) -> None:
-    """Raise ValueError, which names the field, if an engine cannot take the request."""
-    sampling = submit.sampling
-    unsupported = {
-        "structured output": submit.grammar,
-        "images": submit.media,
-        "prompt_logprobs": sampling.prompt_logprobs is not None,
-        "bad_words": sampling.bad_words,
-        "embeddings": sampling.pooling,
-    }
-    for name, is_given in unsupported.items():
-        if is_given:
-            raise ValueError(f"{name}: not available, because the nodes are vLLM or SGLang servers; leave it out")
-
-
 def probe_request(tokens: list[int], max_tokens: int, **sampling: Any) -> SubmitRequest:
     """Return a request that this process makes for itself. Clients do not share its cached prompt."""
     salt = b"baton-probe"

@@ -23,7 +23,7 @@ from compare.load.outcome import LatencySlo, LoadRecording, Outcome
 from compare.load.traffic import Traffic
 from compare.run import equivalence
 from compare.run.deployments import Deployments
-from compare.run.engines import Counters, EngineMeter, check_moved
+from compare.run.engines import EngineMeter, check_moved
 from compare.run.equivalence import ParityCheck
 from compare.stats.capacity import MAX_SEEDS, CapacityEstimate, CapacityPoint, CapacitySearch
 from compare.stats.measures import misses, slo_excess, steady_attainment
@@ -399,19 +399,15 @@ class Session:
         is_drawn = trial.seed == experiment.seeds[0] and not experiment.finds_capacity
         try:
             await add_records(period, endpoint, before, splits=splits_of(arm))
-            await self._check_engines(arm, counters, period)
+            if experiment.engines:
+                after, handoffs = await experiment.engines.read(), (period.counts or {}).get("handoffs", 0)
+                period.problems += check_moved(counters, after, arm.prefill, handoffs, splits=splits_of(arm))
             await add_timelines(period, endpoint, experiment.slo, TIMELINES if is_drawn else TIMELINES_OF_OTHERS)
         except EndpointError as error:
             period.problems.append(f"the router was lost: {error}")
         if is_drawn and not period.problems:
             trace = await endpoint.trace(time.monotonic() - began + TRACE_SLACK_S)
             (experiment.out / trace_name(experiment, trial.arm)).write_bytes(trace)
-
-    async def _check_engines(self, arm: Arm, before: Counters, period: Period) -> None:
-        """Add a problem if the KV of vLLM servers did not move as required. Raises EndpointError."""
-        if self._experiment.engines:
-            after, handoffs = await self._experiment.engines.read(), (period.counts or {}).get("handoffs", 0)
-            period.problems += check_moved(before, after, arm.prefill, handoffs, splits=splits_of(arm))
 
     def spec(self, endpoint: Endpoint, trial: Trial, traffic: Traffic) -> LoadSpec:
         """Return the load generator's input for a trial."""

@@ -86,7 +86,7 @@ class EngineExaminer:
 
     async def cancels(self) -> str:
         request, prompt = self.request(1, num=min(1000, self._max_model_len - LENGTH))
-        async with aclosing(self.engine.generate(request, prompt)) as outputs:  # type: ignore[type-var]
+        async with aclosing(self.engine.generate(request, prompt)) as outputs:
             await anext(outputs)
         if await self.value("num_requests_running", lambda running: not running):
             raise ValueError(f"a request still runs {IDLE_S:g} s after its connection was closed")

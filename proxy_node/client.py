@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ HEALTH_S = 1.0
 ANSWER_S = 10.0  # timeout of answers that need no computation
 MAX_ANSWER_BYTES = 8 << 20
 Params = dict[str, Any] | None
+Outputs = AsyncGenerator[EngineOutput, None]
 
 
 def read_key(file: str) -> str:
@@ -88,9 +89,7 @@ class EngineClient:
         """Return the server's metrics, with the names that vLLM gives them."""
         raise NotImplementedError
 
-    def generate(
-        self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
-    ) -> AsyncIterator[EngineOutput]:
+    def generate(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> Outputs:
         """Yield the tokens that continue `tokens`. The last output has `finish`. To abort, close the iterator.
 
         With `params`, the engine exchanges the KV of `tokens` with another engine. Raises ValueError at once if the
@@ -171,9 +170,7 @@ class EngineClient:
                     raise EngineFailure("the answer is too long", is_garbage=True)
         return body
 
-    async def stream(
-        self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader
-    ) -> AsyncIterator[EngineOutput]:
+    async def stream(self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader) -> Outputs:
         """Send a request, and yield what the answer's events contain."""
         async with self.call("POST", path, json=body, headers=headers_of(submit)) as answer:
             if answer.content_type != "text/event-stream":
@@ -189,8 +186,7 @@ class EngineClient:
     async def collect(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> list[int]:
         """Return all tokens with which the engine continues `tokens`. Without `params`, it needs no other engine."""
         found: list[int] = []
-        outputs = self.generate(submit, tokens, params or self.probe_params)
-        async with aclosing(outputs):  # type: ignore[type-var]
+        async with aclosing(self.generate(submit, tokens, params or self.probe_params)) as outputs:
             async for output in outputs:
                 found += output.tokens
         return found

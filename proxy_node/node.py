@@ -14,7 +14,7 @@ from node.engine_steps import EngineStep, RequestProgress, StepSocket, StepTrack
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
 from node.validation import check_submit
-from proxy_node.client import EngineClient
+from proxy_node.client import EngineClient, Outputs
 from proxy_node.connectors import NIXL, read_params
 from proxy_node.health import EngineHealth
 from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput
@@ -306,7 +306,7 @@ class ProxyNode:
             self._fail(request_id, INTERNAL, retry=False)
 
     async def _run(
-        self, submit: SubmitRequest, tokens: list[int], outputs: Any, handoff: AcceptRequest | None = None
+        self, submit: SubmitRequest, tokens: list[int], outputs: Outputs, handoff: AcceptRequest | None = None
     ) -> None:
         """Send the tokens of one request to its router. If another engine computed its prompt, `handoff` is given."""
         request, is_first, began = self._requests[submit.id], True, self._now()
@@ -390,7 +390,7 @@ class ProxyNode:
         first = replace(submit, max_tokens=num_tokens, min_tokens=min(submit.min_tokens, num_tokens))
         began = self._now()
         try:
-            async with aclosing(self._engine.generate(first, tokens, params)) as outputs:  # type: ignore[type-var]
+            async with aclosing(self._engine.generate(first, tokens, params)) as outputs:
                 output = await anext(outputs)
             if len(output.tokens) != 1:
                 raise EngineFailure("the engine computed no token", is_garbage=True)

@@ -2,13 +2,12 @@
 
 import json
 import secrets
-from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from proxy_node.client import HEALTH_S, EngineClient, EngineFacts, Params
+from proxy_node.client import HEALTH_S, EngineClient, EngineFacts, Outputs, Params
 from proxy_node.connectors import check_bootstrap
 from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader, cache_salt, likeliest, read_metrics
 from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
@@ -76,9 +75,7 @@ class SglangEngine(EngineClient):
         values = {name: found[own] for own, name in METRICS.items() if own in found}
         return EngineMetrics(values | {"iteration_tokens_total_count": self.num_healthy}, {}, 1)
 
-    def generate(
-        self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
-    ) -> AsyncIterator[EngineOutput]:
+    def generate(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> Outputs:
         self.check(submit)
         body = generate_body(submit, tokens)
         if params is not None:  # the id is random, because an abort ends all requests whose id begins with the given id
@@ -87,14 +84,12 @@ class SglangEngine(EngineClient):
         reader = GenerateReader(len(tokens), limit, self.vocab_size, body["top_logprobs_num"])
         return self.stream("/generate", submit, body, reader)
 
-    async def stream(
-        self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader
-    ) -> AsyncIterator[EngineOutput]:
+    async def stream(self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader) -> Outputs:
         """Send a request. If the caller stops reading early, abort the request, because a server that waits for KV may
         not notice that the connection has closed."""
         is_over = False
         try:
-            async with aclosing(super().stream(path, submit, body, reader)) as outputs:  # type: ignore[type-var]
+            async with aclosing(super().stream(path, submit, body, reader)) as outputs:
                 async for output in outputs:
                     is_over = bool(output.finish)
                     yield output

@@ -1,11 +1,10 @@
 """The API of a vLLM server."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 from proxy_node import connectors
-from proxy_node.client import ANSWER_S, EngineClient, EngineFacts, Params, headers_of
+from proxy_node.client import ANSWER_S, EngineClient, EngineFacts, Outputs, Params, headers_of
 from proxy_node.wire import EngineMetrics, EngineOutput, EventReader, completion_body, read_metrics, reading
 from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest, unpack_ids
@@ -54,9 +53,7 @@ class VllmEngine(EngineClient):
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
-    def generate(
-        self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any] | None = None
-    ) -> AsyncIterator[EngineOutput]:
+    def generate(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> Outputs:
         self.check(submit)
         body = completion_body(submit, tokens, self.model, params)
         return self.stream("/v1/completions", submit, body, self._reader(body))

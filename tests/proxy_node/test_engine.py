@@ -50,7 +50,7 @@ def submission(max_tokens: int, *, stop: int | None = None, salt: bytes = b"", *
 async def outputs_of(engine: VllmEngine, submit: SubmitRequest, tokens: list[int]) -> tuple[list[int], str, list[Any]]:
     found: list[int] = []
     logprobs: list[Any] = []
-    async with aclosing(engine.generate(submit, tokens)) as outputs:  # type: ignore[type-var]
+    async with aclosing(engine.generate(submit, tokens)) as outputs:
         async for output in outputs:
             found += output.tokens
             logprobs += output.logprobs
@@ -116,7 +116,7 @@ async def test_a_seed_repeats_and_another_seed_differs(server: str) -> None:
 async def test_an_engine_drops_a_request_whose_reader_has_gone(server: str) -> None:
     async with engine_at(server, token_s=0.01) as (engine, stub):
         await engine.describe()
-        async with aclosing(engine.generate(submission(1000), PROMPT)) as outputs:  # type: ignore[type-var]
+        async with aclosing(engine.generate(submission(1000), PROMPT)) as outputs:
             assert (await anext(outputs)).tokens
         idle = asyncio.get_running_loop().time() + 60
         while (await engine.metrics()).values["num_requests_running"]:

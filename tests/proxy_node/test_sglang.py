@@ -45,7 +45,7 @@ async def test_answers_are_whole_whether_or_not_events_repeat_them(is_incrementa
             (submission(30, stop=expected[11], logprobs=0), 1 + expected.index(expected[11]), "stop"),
         ):
             tokens, logprobs = [], []
-            async with aclosing(engine.generate(submit, PROMPT)) as outputs:  # type: ignore[type-var]
+            async with aclosing(engine.generate(submit, PROMPT)) as outputs:
                 async for output in outputs:
                     tokens += output.tokens
                     logprobs += output.logprobs

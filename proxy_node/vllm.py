@@ -20,8 +20,6 @@ class VllmEngine(EngineClient):
 
     check_params = staticmethod(connectors.check_params)
 
-    # ---- the server ---------------------------------------------------------------------------------------------
-
     async def describe(self) -> EngineFacts:
         with self.describing("vLLM", NEEDS):
             card = json.loads(await self.get("/v1/models"))["data"][0]
@@ -50,8 +48,6 @@ class VllmEngine(EngineClient):
         """Return the token ids of a text, as computed by the server's tokenizer."""
         body = {"model": self.model, "prompt": text}
         return list(json.loads(await self.fetch("POST", "/tokenize", timeout_s=ANSWER_S, json=body))["tokens"])
-
-    # ---- requests -----------------------------------------------------------------------------------------------
 
     def generate(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> Outputs:
         self.check(submit)

@@ -57,6 +57,8 @@ class EngineClient:
     request would get no answer, and could not be repeated safely.
     """
 
+    program: str  # the name of the server's program, for messages
+    needs: str  # says which versions of the server can be used
     check_params: Callable[[object], dict[str, Any]]  # checks the parameters of a handoff; see `connectors`
     probe_params: Params = None  # with these parameters, `generate` needs no other engine
 
@@ -130,18 +132,17 @@ class EngineClient:
         return None
 
     @contextmanager
-    def describing(self, kind: str, needs: str) -> Iterator[None]:
-        """Raise ConfigError if the code in the `with` block fails because the server is not of this kind.
-
-        The code reads the server's properties. `needs` says which server is needed.
-        """
+    def describing(self) -> Iterator[None]:
+        """Raise ConfigError if the code in the `with` block, which reads the server's properties, fails because the
+        server is not of this kind."""
+        no_server = f"--engine {self.url}: is no {self.program} server"
         try:
             yield
         except (LookupError, TypeError, ValueError):
-            raise ConfigError(f"--engine {self.url}: is no {kind} server; {needs}") from None
+            raise ConfigError(f"{no_server}; {self.needs}") from None
         except EngineFailure as failure:
             if failure.status == 404:
-                raise ConfigError(f"--engine {self.url}: is no {kind} server ({failure}); {needs}") from None
+                raise ConfigError(f"{no_server} ({failure}); {self.needs}") from None
             raise
 
     # ---- calls --------------------------------------------------------------------------------------------------

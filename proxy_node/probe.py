@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 
 from proxy_node.client import EngineClient
 from proxy_node.connectors import NIXL
-from proxy_node.vllm import NEEDS
 from proxy_node.wire import EngineFailure, probe_request
 from shared.errors import ConfigError
 
@@ -58,7 +57,7 @@ async def resumes(engine: EngineClient, known: str = "") -> str:
         request = probe_request(prompt, LENGTH, **sampling)
         whole = await engine.collect(request, prompt)
         if len(whole) != LENGTH:
-            raise ConfigError(f"--engine {engine.url}: its answers carry no token ids; {NEEDS}")
+            raise ConfigError(f"--engine {engine.url}: its answers carry no token ids; {engine.needs}")
         again = await engine.collect(request, prompt)
         rest = await engine.collect(request, prompt + whole[:RESUMED])
         if again == whole and rest == whole[RESUMED:]:

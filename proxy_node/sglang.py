@@ -12,7 +12,6 @@ from proxy_node.connectors import check_bootstrap
 from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader, cache_salt, likeliest, read_metrics
 from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
 
-NEEDS = "Baton needs an SGLang server of version 0.5 or newer"
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 BLOCK_TOKENS = 16  # size of the blocks in the router's index; the server itself caches single tokens or pages
 # With these parameters, which the server's own health check uses, a server with a disaggregation mode neither waits for
@@ -39,12 +38,13 @@ class SglangEngine(EngineClient):
     because this crashes the servers.
     """
 
+    program, needs = "SGLang", "Baton needs an SGLang server of version 0.5 or newer"
     check_params = staticmethod(check_bootstrap)
     num_healthy = 0
     bootstrap: Params = None  # the bootstrap address, if the server is a prefill server
 
     async def describe(self) -> EngineFacts:
-        with self.describing("SGLang", NEEDS):
+        with self.describing():
             card = json.loads(await self.get("/v1/models"))["data"][0]
             self.model, max_model_len = str(card["id"]), int(card["max_model_len"])
             info = json.loads(await self.get("/get_server_info"))
@@ -52,6 +52,7 @@ class SglangEngine(EngineClient):
             num_blocks, version = int(info["max_total_num_tokens"]) // block_tokens, str(info["version"])
         dtype = str(info.get("kv_cache_dtype", ""))
         facts = EngineFacts(self.model, version, max_model_len, block_tokens, num_blocks, 1, dtype, "sglang", "", "")
+        self.probe_params = self.bootstrap = None  # the server may have been restarted without its mode
         if (mode := info.get("disaggregation_mode") or "null") == "null":
             return facts
         self.probe_params = ALONE

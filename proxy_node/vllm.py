@@ -12,16 +12,16 @@ from shared.rpc.messages import SubmitRequest, unpack_ids
 # Limits of vLLM's model runner V2, whose engine dies if a request exceeds them. With `min_tokens`, it takes 128 stop
 # tokens. vLLM adds the model's end tokens to those of the request, and the tokenizer's end token, which may be another.
 MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS = 1024, 127
-NEEDS = "Baton needs a vLLM server of version 0.19 or newer"
 
 
 class VllmEngine(EngineClient):
     """Calls one vLLM server by `/v1/completions`, with token ids in requests and answers."""
 
+    program, needs = "vLLM", "Baton needs a vLLM server of version 0.19 or newer"
     check_params = staticmethod(connectors.check_params)
 
     async def describe(self) -> EngineFacts:
-        with self.describing("vLLM", NEEDS):
+        with self.describing():
             card = json.loads(await self.get("/v1/models"))["data"][0]
             self.model, max_model_len = str(card["id"]), int(card["max_model_len"])
             version = str(json.loads(await self.get("/version"))["version"])
@@ -31,13 +31,15 @@ class VllmEngine(EngineClient):
         try:
             cache = metrics.cache
             block_tokens, num_blocks = int(cache["block_size"]), int(cache["num_gpu_blocks"])
+            if block_tokens < 1 or num_blocks < 1:
+                raise ValueError("there is no KV cache")
             # With several KV groups or context parallelism, a token needs more or less than its share of one block.
             if (num_tokens := cache.get("kv_cache_size_tokens", "")).isdigit():
                 num_blocks = int(num_tokens) // block_tokens + 1
             size = cache.get("kv_cache_memory_bytes", "")
             block_bytes = max(1, int(size) // num_blocks) if size.isdigit() else 1
         except (KeyError, ValueError):
-            raise ConfigError(f"--engine {self.url}: /metrics lacks vllm:cache_config_info; {NEEDS}") from None
+            raise ConfigError(f"--engine {self.url}: /metrics lacks vllm:cache_config_info; {self.needs}") from None
         dtype = cache.get("cache_dtype", "")
         return EngineFacts(self.model, version, max_model_len, block_tokens, num_blocks, block_bytes, dtype)
 

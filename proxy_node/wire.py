@@ -5,6 +5,7 @@ contain token ids.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -225,7 +226,8 @@ def read_metrics(text: str, prefix: str = "vllm") -> EngineMetrics:
         found = dict(LABEL.findall(labels or ""))
         name += f":{found['source']}" if "source" in found else ""
         with suppress(ValueError):
-            values[name] = values.get(name, 0.0) + float(value)
+            if math.isfinite(number := float(value)):
+                values[name] = values.get(name, 0.0) + number
         if name in {"cache_config_info", "num_requests_running"}:
             engines.add(found.get("engine", "0"))
             cache |= found if name == "cache_config_info" else {}

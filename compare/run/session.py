@@ -404,7 +404,7 @@ class Session:
                 period.problems += check_moved(counters, after, arm.prefill, handoffs, splits=splits_of(arm))
             await add_timelines(period, endpoint, experiment.slo, TIMELINES if is_drawn else TIMELINES_OF_OTHERS)
         except EndpointError as error:
-            period.problems.append(f"the router was lost: {error}")
+            period.problems.append(f"the router or a server was lost: {error}")
         if is_drawn and not period.problems:
             trace = await endpoint.trace(time.monotonic() - began + TRACE_SLACK_S)
             (experiment.out / trace_name(experiment, trial.arm)).write_bytes(trace)

@@ -147,6 +147,7 @@ async def test_resumed_draws_are_recognised_and_answers_that_do_not_repeat() -> 
     ("knobs", "words"),
     [
         ({"engines": 2}, "data-parallel"),
+        ({"block_size": 0}, "lacks vllm:cache_config_info; Baton needs a vLLM server of version 0.19"),
         ({"token_ids": False}, "no token ids; Baton needs a vLLM server of version 0.19"),
     ],
 )

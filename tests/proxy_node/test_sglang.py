@@ -75,6 +75,16 @@ async def test_an_engine_describes_itself_and_its_load() -> None:
         assert await engine.is_gone()
 
 
+async def test_a_server_that_restarts_without_its_mode_works_alone() -> None:
+    async with engine_at(disaggregation_mode="prefill") as (engine, stub):
+        assert (await engine.describe()).role == "prefill"
+        assert engine.offer()
+        stub.set({"disaggregation_mode": "null"})
+        assert (await engine.describe()).role == ""
+        assert engine.offer() is None
+        assert await engine.collect(submission(5), PROMPT) == answer(PROMPT, 5)
+
+
 async def test_a_server_of_another_kind_is_refused() -> None:
     async with engine_at() as (engine, _):
         vllm = VllmEngine(engine.url, "", VOCABULARY)

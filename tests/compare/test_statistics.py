@@ -102,6 +102,20 @@ def test_equal_differences_of_a_few_seeds_are_not_certain() -> None:
     assert compare("attainment", ("ours", [1.0] * 6), ("theirs", [1.0] * 6)).p == 1.0
 
 
+@pytest.mark.parametrize(("worse", "count", "says"), [(0.0, 2, "better"), (0.7, 3, "better"), (0.9, 3, TOO_CLOSE)])
+def test_equal_differences_are_certain_if_they_are_large(worse: float, count: int, says: str) -> None:
+    found = compare("attainment", ("ours", [1.0] * count), ("theirs", [worse] * count))
+    assert (found.says, found.low, found.high) == (says, pytest.approx(1 - worse), pytest.approx(1 - worse))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_shares_of_few_requests_of_equal_arms_are_rarely_called_different(count: int) -> None:
+    random = np.random.default_rng(3)
+    shares = random.binomial(10, 0.9, (DRAWS, 2, count)) / 10
+    called = [compare("attainment", ("a", list(a)), ("b", list(b))).says != TOO_CLOSE for a, b in shares]
+    assert sum(called) / DRAWS <= 0.07
+
+
 def test_a_pair_or_a_seed_without_a_figure_decides_nothing() -> None:
     found = compare("ttft_p50_ms", ("ours", [10.0]), ("theirs", [100.0]))
     assert (found.difference, found.low, found.says, found.note) == (-90.0, None, TOO_CLOSE, "one pair of runs")

@@ -63,7 +63,9 @@ async def build_requests(
     if isinstance(body, ChatBody):
         if has_calls := enforces_calls(body):
             _check_can_end(body, model, "tools")
-            grammar = await asyncio.to_thread(call_grammar, body, tokenizer, grammars or GrammarChecker())
+            checker = grammars or GrammarChecker()
+            loop = asyncio.get_running_loop()
+            grammar = await loop.run_in_executor(checker.thread, call_grammar, body, tokenizer, checker)
         if grammar:
             grammar = after_reasoning(grammar, tokenizer, prompts[0], has_channels=has_calls)
     ignores_eos = body.ignore_eos and not grammar
@@ -102,7 +104,7 @@ async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker
     if constraint is None:
         return ""
     _check_can_end(body, model, constraint.param)
-    return await asyncio.to_thread(constraint.grammar, checker, tokenizer)
+    return await asyncio.get_running_loop().run_in_executor(checker.thread, constraint.grammar, checker, tokenizer)
 
 
 def _check_can_end(body: GenerateBody, model: ModelCard, param: str) -> None:

@@ -47,7 +47,7 @@ class Constraint:
         """Return the checked grammar, in llguidance's format. Raises RequestError with the reason if the grammar is
         refused.
 
-        This method blocks, so callers run it on a thread.
+        This method blocks, so callers run it on the checker's thread.
         """
         try:
             return checker.check(self.text if self.tags is None else self.tags.grammar(tokenizer), self.is_source)

@@ -61,7 +61,7 @@ def is_single(body: ChatBody) -> bool:
 
 def call_grammar(body: ChatBody, tokenizer: Tokenizer, checker: GrammarChecker) -> str:
     """Return the grammar of an answer whose calls are enforced. The grammar does not cover the reasoning. The function
-    blocks, so callers run it on a thread.
+    blocks, so callers run it on the checker's thread.
 
     The arguments of a strict tool must match its schema. If this schema cannot be enforced, the request is refused. For
     other tools, a schema that cannot be enforced is ignored. Raises RequestError, which names the tool.

@@ -41,10 +41,12 @@ class GrammarChecker(Collector):
     duration of the checks.
 
     The router's handlers share one checker, which owns the child process. `check` blocks for up to CHECK_S of the
-    child's CPU time, so callers run it on a thread.
+    child's CPU time, so callers run it on `thread`. If they ran it on asyncio's own threads, slow checks could occupy
+    all of these threads, and chats could not be tokenized.
     """
 
     def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "grammars")
         self._lock = threading.Lock()
         self._child = ChildProcess("router.text.grammar_check")
         self._checked = lru_cache(REMEMBERED)(self._ask)

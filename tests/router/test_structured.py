@@ -1,7 +1,9 @@
 """Test the parameters that constrain answers: valid values are accepted, and others are refused with the reason."""
 
+import asyncio
 import contextlib
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -178,6 +180,24 @@ async def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_serve
     with pytest.raises(RequestError, match="it takes too much time or memory to compile"):
         await one(structured_outputs={"grammar": grammar})
     assert (await one(structured_outputs={"regex": "[0-9]{3}"})).grammar
+
+
+async def test_slow_grammars_do_not_delay_chats_without_grammars(byte_level: Tokenizer) -> None:
+    checker, release = GrammarChecker(), threading.Event()
+    checker.check = lambda text, is_source=False: release.wait(60) and text  # type: ignore[method-assign]
+
+    def build(**fields: Any) -> Any:
+        raw = json.dumps({"messages": [{"role": "user", "content": "x"}]} | fields).encode()
+        return build_requests(parse_body(ChatBody, raw, "m"), MODEL, byte_level, "id", grammars=checker)
+
+    slow = [asyncio.create_task(build(structured_outputs={"regex": f"a{{{index}}}"})) for index in range(40)]
+    try:
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(5):
+            assert await build()
+    finally:
+        release.set()
+        assert len(await asyncio.gather(*slow)) == 40
 
 
 async def test_an_answer_can_end_only_at_a_stop_token(one: Any) -> None:

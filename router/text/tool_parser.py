@@ -21,6 +21,8 @@ from router.text.tool_syntax import HARMONY_BODY, HARMONY_ENDS, HARMONY_HEADS, A
 
 MAX_REFERENCES = 8  # maximum length of a chain of references between schemas
 MAX_HEADER = 256  # maximum number of characters before a call's arguments; a longer text is not a call
+# The text of a malformed call is searched again for calls. After this number of characters of an answer, it is not.
+MAX_SEARCHED_AGAIN = 1 << 20
 NAME = re.compile(r"[\w.-]{1,64}")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
@@ -90,6 +92,7 @@ class AnswerParser:
         self._text = ""
         self._at = 0  # the text before this position is consumed
         self._kept: int | None = None  # start of the current call; None without a call, or once its name is complete
+        self._num_searched_again = 0  # characters of malformed calls
         self._is_last = False
         self._parts: list[AnswerPart] = []
         self._kind: Literal["content", "reasoning"] = "content"
@@ -342,10 +345,19 @@ class AnswerParser:
                 if not again or not (yield from self._next_of(again)):
                     return
             except SyntaxBrokenError:
-                if self._kept is not None:  # add one character to the content, so that the marker is not found again
-                    self._at, self._kept = self._kept + 1, None
-                    self._say(self._text[self._at - 1])
+                self._give_up_call()
                 return
+
+    def _give_up_call(self) -> None:
+        """Add the beginning of a malformed call to the content, unless the call's name is complete."""
+        if self._kept is None:
+            return
+        end = len(self._text) if self._is_last else self._at
+        self._num_searched_again += end - self._kept
+        if self._num_searched_again <= MAX_SEARCHED_AGAIN:
+            end = self._kept + 1  # one character, so that the marker is not found again
+        start, self._at, self._kept = self._kept, end, None
+        self._say(self._text[start:end])
 
     def _json(self, tools: ToolSyntax) -> Step:
         if (yield from self._peek()) != "[":

@@ -1,5 +1,6 @@
 import json
 import random
+import time
 from itertools import pairwise
 
 import pytest
@@ -111,6 +112,15 @@ def test_text_without_markers_is_not_held_back():
         ["<c"],
         [" <tox"],
     ]
+
+
+@pytest.mark.parametrize("end", ["", "]}" * 4000 + "x"])
+def test_malformed_calls_inside_each_other_take_little_time(end):
+    text = '<tool_call>{"arguments": [{"a": ' * 4000 + end
+    parser, began = AnswerParser(AnswerSyntax(tools=TOOLS["hermes"]), {}), time.process_time()
+    parts = [part for at in range(0, len(text), 4) for part in parser.push(text[at : at + 4])] + parser.finish()
+    assert time.process_time() - began < 3
+    assert of_kind(parts, "content").rstrip() == text.rstrip()
 
 
 def test_calls_beyond_the_maximum_are_dropped():

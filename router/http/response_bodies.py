@@ -42,6 +42,7 @@ from router.http.messages import (
     StrictModel,
     TextOr,
     ToolDefinition,
+    check_depth,
     check_url,
     tag_of,
 )
@@ -57,8 +58,8 @@ class InputText(StrictModel):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Annotated[list[Any], BeforeValidator(check_depth)] | None = None
+    logprobs: Annotated[list[Any], BeforeValidator(check_depth)] | None = None
 
 
 class InputImage(StrictModel):

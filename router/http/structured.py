@@ -129,6 +129,7 @@ class StructuredOutputs(StrictModel):
             return _of_tags(_parsed(self.structural_tag, param), param)
         schema = {"type": "object"} if self.json_ is None else _parsed(self.json_, param)
         if self.disable_additional_properties:
+            _check_depth(schema, param)
             schema = _closed(schema)
         options: dict[str, Any] = {}
         if self.disable_any_whitespace:
@@ -156,13 +157,17 @@ def _of_tags(value: dict[str, Any], param: str) -> Constraint:
 
 def schema_constraint(schema: Schema, param: str, **options: Any) -> Constraint:
     """Return the constraint for JSON that matches the schema. Raises RequestError if the schema is too large."""
-    if depth_of(schema) > MAX_DEPTH:
-        raise RequestError(f"`{param}` is nested deeper than {MAX_DEPTH} levels.", param, "invalid_grammar")
+    _check_depth(schema, param)
     _check_size(len(json.dumps(schema, ensure_ascii=False).encode()), param)
     if place := next((path for path, each in _objects(schema) if "$ref" in each and "$id" in each), None):
         text = f"`{param}`: `$ref` next to `$id` cannot be enforced (in {place}), because drafts differ in its meaning."
         raise RequestError(text, param, "invalid_grammar")
     return Constraint(param, json_grammar(schema, **options), schema=schema)
+
+
+def _check_depth(schema: Schema, param: str) -> None:
+    if depth_of(schema) > MAX_DEPTH:
+        raise RequestError(f"`{param}` is nested deeper than {MAX_DEPTH} levels.", param, "invalid_grammar")
 
 
 def _check_size(size: int, param: str) -> None:

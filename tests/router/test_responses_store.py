@@ -269,6 +269,16 @@ async def test_a_bad_query_is_refused_by_name(client, hermes, path, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+async def test_deeply_nested_annotations_are_refused_by_name(client, hermes):
+    own, _ = await client(hermes, ANSWER, responses_store=MemoryStore())
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    message = {"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": deep}]}
+    with pytest.raises(openai.BadRequestError, match="annotations`: is nested more than 32 levels deep"):
+        await own.responses.create(model="tiny", input=[message])
+
+
 async def test_without_a_store_the_error_names_the_flag(client, hermes):
     own, _ = await client(hermes, ANSWER)
     for fields in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):

@@ -22,6 +22,7 @@ POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required":
 NESTED: dict[str, Any] = {}
 for _ in range(32):
     NESTED = {"items": NESTED}
+DEEP = '{"items": ' * 600 + "{}" + "}" * 600
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +148,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         *("structured_outputs.whitespace_pattern", "only allowed with `json`"),
     ),
     ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "structured_outputs.json", "unclosed group"),
+    (
+        {"structured_outputs": {"json": DEEP, "disable_additional_properties": True}},
+        *("structured_outputs.json", "nested deeper than 32 levels"),
+    ),
 ]
 
 

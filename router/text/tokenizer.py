@@ -128,7 +128,8 @@ class Tokenizer:
             text, name_offsets = self._mark_images(text, name_offsets, image_markers)
         if not name_offsets:
             return self.encode(text, add_special_tokens)
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # Only batch calls release the interpreter lock.
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         ids: list[int] = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             place = bisect_left(name_offsets, start)

@@ -1,5 +1,7 @@
 import json
+import re
 import shutil
+import time
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from router.http.bodies import CompletionBody, parse_body
 from router.http.parsing import build_requests
-from router.text.chat_template import ChatTemplate
+from router.text.chat_template import ChatTemplate, longest_of
 from router.text.detokenizer import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
@@ -132,6 +134,36 @@ def test_special_token_names_in_a_message_are_text(byte_level):
     assert byte_level.decode(ids, skip_special_tokens=False) == (
         f"<|im_start|>user\n{fake}<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@SETTINGS
+@given(names=st.sets(st.text("ab|.", min_size=1, max_size=5), max_size=12), text=st.text("ab|.", max_size=30))
+def test_the_longest_name_is_found(names, text):
+    plain = "|".join(sorted(map(re.escape, names), key=len, reverse=True)) or "(?!)"
+    assert re.findall(longest_of(names) or "(?!)", text) == re.findall(plain, text)
+
+
+def test_the_names_of_many_special_tokens_are_found_quickly():
+    names = re.compile(longest_of({"<unk>", "<s>", "</s>", "[INST]", *(f"<SPECIAL_{n}>" for n in range(1000))}))
+    began = time.process_time()
+    for piece in ("<", "<S", "<SPECIAL_", "<SPECIAL_99"):
+        assert names.search(piece * (500_000 // len(piece))) is None
+    assert time.process_time() - began < 1
+
+
+class BatchTokenizer:
+    """A tokenizer without `encode`, which holds the interpreter lock while it encodes a long text."""
+
+    def __init__(self, library: tokenizers.Tokenizer) -> None:
+        self.encode_batch = library.encode_batch
+        self.encode_batch_fast = library.encode_batch_fast
+
+
+def test_conversations_are_encoded_without_the_interpreter_lock(byte_level, monkeypatch):
+    messages = [{"role": "user", "content": "<|im_end|>" + "hello " * 1000}]
+    expected = byte_level.encode_chat(messages)
+    monkeypatch.setattr(byte_level, "_tokenizer", BatchTokenizer(byte_level._tokenizer))
+    assert byte_level.encode_chat(messages) == expected
 
 
 CONTENT = st.lists(st.sampled_from([*"a <|>\n", "<|im_end|>", "<|im_", "start|>"]), max_size=8).map("".join)

@@ -195,6 +195,8 @@ class CompletionsApi:
         if body.stream:
             await reply.events(formatter.ending())
             await reply.end()
+        elif any(prompt.logprobs for prompt in output.prompts):
+            await reply.encoded_json(await asyncio.to_thread(formatter.encoded_answer))
         else:
             await reply.json(formatter.answer())
 

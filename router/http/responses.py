@@ -17,12 +17,25 @@ from router.text.tool_parser import AnswerPart, call_id
 from shared.rpc.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"
+LONG_LIST = 512  # a longer list is encoded in pieces; a list of choices is not longer
 FLOOR = -9999.0  # replaces lower logprobs, as in vLLM, because JSON has no -Infinity
 
 
 def dump(value: object) -> str:
     """Return compact JSON in ASCII, because some clients also split lines at the characters U+2028 and U+0085."""
     return json.dumps(value, separators=(",", ":"))
+
+
+def dump_in_parts(value: object, depth: int = 5) -> str:
+    """Return the same JSON as `dump`, but encode the parts of objects and lists one by one down to the given depth. One
+    call of the json module for a large value would hold the interpreter lock for seconds."""
+    if depth and isinstance(value, dict):
+        return "{" + ",".join([f"{dump(key)}:{dump_in_parts(each, depth - 1)}" for key, each in value.items()]) + "}"
+    if isinstance(value, list) and len(value) > LONG_LIST:
+        return "[" + ",".join([dump(value[at : at + 64])[1:-1] for at in range(0, len(value), 64)]) + "]"
+    if depth and isinstance(value, list):
+        return "[" + ",".join([dump_in_parts(each, depth - 1) for each in value]) + "]"
+    return dump(value)
 
 
 def event(value: object) -> bytes:
@@ -164,6 +177,11 @@ class ResponseFormatter:
         choices = [self._whole_choice(choice) for choice in self._output.choices]
         of_prompt = self._of_prompt(self._output.prompts[0]) if self._is_chat else {}
         return self._envelope | {"choices": choices, "usage": self.usage()} | of_prompt
+
+    def encoded_answer(self) -> bytes:
+        """Return the whole response as JSON. With logprobs of a long prompt, this takes seconds, so callers run it on a
+        thread, where it does not hold the interpreter lock for long."""
+        return dump_in_parts(self.answer()).encode()
 
     def _whole_choice(self, choice: OutputProcessor) -> dict[str, Any]:
         deltas = self._collected[choice.index]

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ import pytest
 
 from dashboard.history import RequestHistory
 from dashboard.routes import Dashboard
+from router.http.responses import dump, dump_in_parts, prompt_logprobs
 from router.observer import RouterObserver
 from shared.clock import now_ns
 from shared.errors import UnavailableError
@@ -186,6 +188,30 @@ async def test_prompt_logprobs_are_vllms(client, byte_level):
     assert choice["prompt_logprobs"][:2] == [None, {str(ids[1]): expected}]
     assert len(choice["prompt_logprobs"]) == len(ids)
     assert choice["text"].startswith("Once")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_logprobs_of_a_prompt_are_formatted_on_a_thread(client, monkeypatch, path):
+    threads: list[str] = []
+
+    def formatted(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return prompt_logprobs(*args)
+
+    monkeypatch.setattr("router.http.responses.prompt_logprobs", formatted)
+    body = {"prompt": "a b", "messages": [{"role": "user", "content": "a b"}], "prompt_logprobs": 1}
+    del body["prompt" if "chat" in path else "messages"]
+    assert (await client.post(path, json=body)).status_code == 200
+    assert threads
+    assert "MainThread" not in threads
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 512, 513, 1000, 1024])
+def test_an_answer_that_is_encoded_in_parts_is_the_same_json(size):
+    row = {"7": {"logprob": -0.5, "rank": 1, "decoded_token": 'é"\u2028'}}
+    rows = [None, *[row] * size][:size]
+    for value in ({"id": "x", "prompt_logprobs": rows}, {"choices": [{"text": "a", "logprobs": {"tokens": rows}}] * 2}):
+        assert dump_in_parts(value) == dump(value)
 
 
 async def test_missing_prompt_logprobs_are_an_error(client, dispatcher):

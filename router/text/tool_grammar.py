@@ -20,6 +20,7 @@ TEXT = r"/(.|\n)*/"
 ANY_TEXT = f"TEXT: {TEXT}"
 # Keywords of JSON schemas that do not restrict a string, or that `_element` enforces.
 ANNOTATIONS = {"type", "description", "title", "default", "examples", "enum", "anyOf", "oneOf", "deprecated"}
+MAX_CHARACTERS = 1 << 20  # maximum size of the rules for parameters, which may repeat the definitions of a schema
 
 
 class ToolGrammarError(Exception):
@@ -86,6 +87,7 @@ class _Rules:
         self._syntax = syntax
         self._tools = tools
         self._values: list[str] = []
+        self._size = 0  # number of characters in `_values`
 
     def text(self, text: str) -> str:
         return lark_of(text, self._tokenizer)
@@ -112,6 +114,7 @@ class _Rules:
         """Add a rule or a terminal, and return its name."""
         name = f"{name}_{len(self._values)}"
         self._values.append(f"{name}{attribute}: {definition}")
+        self._size += len(self._values[-1])
         return name
 
     def _json(self, schema: Mapping[str, Any]) -> str:
@@ -121,11 +124,14 @@ class _Rules:
         tags = self._syntax.tags
         if tags is None:
             return self._json(tool.schema)
+        num_before = len(self._values)
         try:
             return self._parameters(tags, tool)
         except ToolGrammarError as error:
             if tool.is_strict:
                 raise ToolGrammarError(f"of `{tool.name}` {error.reason}") from None
+        self._size -= sum(map(len, self._values[num_before:]))
+        del self._values[num_before:]
         name = self._value(r"/[\w.-]{1,64}/", "NAME")
         return f"({self.text(tags.key[0])} {name} {self.text(_before_value(tags))} {self._any_text(tags)})*"
 
@@ -158,7 +164,10 @@ class _Rules:
         types = types_of(schema)
         if types and "string" not in types:
             definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            return f"{self._json({**definitions, **schema})} {after}"
+            value = self._json({**definitions, **schema})
+            if self._size > MAX_CHARACTERS:
+                raise ToolGrammarError("are too large for this model's syntax, which repeats `$defs` for each property")
+            return f"{value} {after}"
         for entry in (schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
             if isinstance(entry, Mapping) and (unknown := entry.keys() - ANNOTATIONS):
                 text = (

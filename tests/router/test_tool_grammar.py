@@ -242,6 +242,20 @@ async def test_what_cannot_be_enforced_is_refused(tmp_path, family, fields, para
     assert raised.value.param == param
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+async def test_definitions_that_a_syntax_repeats_do_not_make_a_huge_grammar(tmp_path, is_strict):
+    properties = {f"a{number}": {"$ref": "#/$defs/n"} for number in range(700)}
+    schema = {"type": "object", "$defs": {"n": {"type": "integer"}, "o": {"const": "x" * 40_000}}}
+    function = {"name": "f", "parameters": schema | {"properties": properties}, "strict": is_strict}
+    model = Model(tmp_path, "qwen3_coder", is_special=False)
+    fields = {"tools": [{"type": "function", "function": function}, TOOL], "tool_choice": "required"}
+    if is_strict:
+        with pytest.raises(RequestError, match="`f` are too large for this model's syntax"):
+            await model.start(**fields)
+    else:
+        assert len((await model.start(**fields))[1]) < 10_000
+
+
 async def test_without_strict_tools_nothing_is_enforced(tmp_path):
     model = Model(tmp_path, "hermes", is_special=False)
     assert (await model.start(tools=[FREE]))[1] == ""

@@ -5,6 +5,7 @@ A response of another tenant gives the status 404, like a response that does not
 """
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -35,6 +36,7 @@ PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "response_form
 PARAMS |= {"response_format.json_schema.schema": "text.format.schema"}
 named_parameters = partial(renamed_parameters, PARAMS, images="input", schema="parameters")
 PATH = "/v1/responses/{id}"
+RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 MAX_LIMIT = 100
 NEEDS_STORE = "needs a store of responses; start the router with --responses-store"
 
@@ -203,7 +205,7 @@ class ResponsesApi:
         """Return `runs` and a stored response of the tenant. Raises RequestError if there is no such response."""
         if self.runs is None:
             raise RequestError(f"This path {NEEDS_STORE}.", param, "not_found", 404)
-        stored = await self.runs.store.get(response_id)
+        stored = await self.runs.store.get(response_id) if RESPONSE_ID.fullmatch(response_id) else None
         if stored is None or stored.tenant != tenant:
             raise RequestError("The response does not exist.", param, "response_not_found", 404)
         return self.runs, stored

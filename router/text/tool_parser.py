@@ -494,7 +494,8 @@ def _loads(text: str) -> Any:
 
 
 def dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """Return JSON. Raises ValueError if a number is not finite, such as 1e999, because JSON cannot express it."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _as_object(text: str) -> str:
@@ -515,6 +516,7 @@ def _typed(text: str, schema: object) -> str:
         return dump(text)
     try:
         value = json.loads(LITERALS.get(text.strip(), text), parse_constant=_no_constant)
+        dump(value)
     except (ValueError, RecursionError):
         return dump(text)
     is_allowed = not types or any(isinstance(value, KINDS[kind]) for kind in types)
@@ -556,7 +558,11 @@ def _from_gemma(text: str, quote: str) -> str:
     """Convert an object to JSON from Gemma's notation, where keys have no quotes and special tokens enclose strings."""
     pieces = text.split(quote)
     pieces = [dump(piece) if place % 2 else BARE_KEY.sub(r'\1"\2":', piece) for place, piece in enumerate(pieces)]
-    return dump(_loads("".join(pieces)))
+    value = _loads("".join(pieces))
+    try:
+        return dump(value)
+    except ValueError:
+        raise SyntaxBrokenError from None
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:

@@ -90,6 +90,8 @@ async def test_a_stored_response_can_be_read_continued_and_deleted(client, herme
     for call in (own.responses.retrieve, own.responses.delete, own.responses.input_items.list):
         with pytest.raises(openai.NotFoundError):
             await call(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await own.responses.retrieve(f"{second.id}:log")
     with pytest.raises(openai.NotFoundError, match="does not exist") as raised:
         await own.responses.create(**HELLO, previous_response_id=first.id)
     assert raised.value.param == "previous_response_id"

@@ -123,6 +123,22 @@ def test_malformed_calls_inside_each_other_take_little_time(end):
     assert of_kind(parts, "content").rstrip() == text.rstrip()
 
 
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=ping>\n<parameter=x>\n1e999\n</parameter>\n</function>\n</tool_call>",
+         [("ping", '{"x": "1e999"}')]),
+        ("pythonic", "[ping(x=1e999)]", []),
+        ("gemma4", "<|tool_call>call:ping{x:1e999}<tool_call|>", []),
+    ],
+)  # fmt: skip
+def test_arguments_are_json_although_a_number_is_infinite(parser, text, calls):
+    answer = AnswerParser(AnswerSyntax(tools=TOOLS[parser]), {"ping": {"properties": {"x": {}}}})
+    parts = answer.push(text) + answer.finish()
+    assert calls_of(parts) == calls
+    assert calls or of_kind(parts, "content") == text
+
+
 def test_calls_beyond_the_maximum_are_dropped():
     recorded = next(each for each in ANSWERS if len(each.calls) == 2)
     assert [name for name, _ in calls_of(parts_of(recorded, [recorded.text], max_calls=1))] == [recorded.calls[0][0]]

@@ -145,11 +145,18 @@ async def until(get: GetJson, is_enough: Callable[[Any], bool]) -> None:
 
 
 def printer(names: Iterable[str], log_format: str = "text") -> Say:
-    """Return a function that prints a line of a process, either with the process's name before it or as JSON."""
-    if log_format == "json":
-        return lambda name, line, level="info": print(json_line(name, line, level), flush=True)
+    """Return a function that prints a line of a process, either with the process's name before it or as JSON.
+
+    A line that cannot be printed is lost: a closed terminal or a full disk must not stop the cluster.
+    """
     width = max(map(len, names))
-    return lambda name, line, level="info": print(f"{name:<{width}} | {line}", flush=True)
+
+    def say(name: str, line: str, level: str = "info") -> None:
+        text = json_line(name, line, level) if log_format == "json" else f"{name:<{width}} | {line}"
+        with contextlib.suppress(OSError, UnicodeError):
+            print(text, flush=True)
+
+    return say
 
 
 class LocalCluster:

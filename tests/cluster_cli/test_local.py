@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -165,6 +166,27 @@ def test_a_router_that_ends_or_a_node_with_invalid_settings_ends_all(
     assert watcher.ended() == status
     assert any(re.search(line, each) for each in watcher.lines)
     assert not any("starts again" in each for each in watcher.lines)
+
+
+@pytest.mark.parametrize(("output", "encoding"), [("/dev/full", "utf-8"), ("/dev/null", "ascii")])
+def test_a_cluster_whose_lines_cannot_be_printed_runs_and_drains(tmp_path: Path, output: str, encoding: str) -> None:
+    done = [tmp_path / name for name in ("printed", "drained")]
+    touch = f"import pathlib; pathlib.Path({str(done[0])!r}).touch()"
+    prints = 'sys.stdout.buffer.write("ü\\n".encode() + 2_000_000 * b"x")'
+    node = POLITE.format(delay_s=0).replace('print("up")', f"{prints}; {touch}")
+    router = POLITE.format(delay_s=0.3).replace('print("bye")', touch.replace("printed", "drained"))
+    programs = json.dumps([("router", router), ("decode-0", node)])
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    with open(output, "w") as file:
+        command = [sys.executable, "-c", DRIVER, programs, "text"]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment)
+    try:
+        wait_for(done[0].exists, "a node has printed more than a pipe holds", PATIENCE_S)
+        process.send_signal(signal.SIGHUP)
+        wait_for(done[1].exists, "the router has drained, and was not killed", PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_with_json_logs_every_line_is_an_object(watch: Watch) -> None:

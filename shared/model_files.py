@@ -51,9 +51,12 @@ def resolve(model: str) -> Path:
     `model` is a directory, one of OTHER_DEMO_MODELS, or a hub id (`owner/name`), whose files are downloaded. Raises
     ValueError if there is no such model, or if the download fails.
     """
-    path = Path(model).expanduser()
-    if model and path.is_dir():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if model and path.is_dir():
+            return path
+    except (OSError, RuntimeError) as error:  # no permission, too long a name, or `~` and an unknown user
+        raise ValueError(f"model {model[:100]!r} cannot be read: {getattr(error, 'strerror', error)}") from None
     if model in OTHER_DEMO_MODELS:
         if (directory := DEMO_MODEL.with_name(model)).is_dir():
             return directory

@@ -320,6 +320,14 @@ def test_a_model_that_is_no_directory_is_refused(model: Path, name: str) -> None
         checked(LocalSettings(model=name.format(model=model), port=0))
 
 
+@pytest.mark.parametrize("name", ["~nosuchuser/model", 300 * "a"])
+def test_a_model_whose_path_cannot_be_read_is_refused(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--model: model .* cannot be read: (Could not determine|File name too long)"
+    ):
+        checked(LocalSettings(model=name, port=0))
+
+
 def test_an_address_that_cannot_be_bound_is_refused(model: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]

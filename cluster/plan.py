@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -198,14 +198,16 @@ class Child:
 
 def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
     """Return the processes of the router and the nodes. Nodes share `cores`. `settings` must come from `checked`."""
-    counts = zip(("prefill", "decode"), settings.num_nodes(), strict=True)
+    sizes = zip(("prefill", "decode"), settings.num_nodes(), strict=True)
     nodes: list[tuple[str, str, dict[str, object]]] = [
-        (role, f"{role}-{number}", {}) for role, count in counts for number in range(count)
+        (role, f"{role}-{number}", {}) for role, size in sizes for number in range(size)
     ]
     for text in settings.more_models:  # each of these models has one node, which computes prompts and decodes
         model, _, directory = text.partition("=")
         other = {"model": directory, "served_model_name": model, "max_model_len": 0} | dict.fromkeys(OF_ONE_MODEL, "")
-        nodes.append(("decode", f"decode-{re.sub('[^A-Za-z0-9_.-]', '-', model)[:40]}", other))
+        base = f"decode-{re.sub('[^A-Za-z0-9_.-]', '-', model)[:40]}"
+        names = chain([base], (f"{base}-{number}" for number in count(2)))
+        nodes.append(("decode", next(name for name in names if all(name != node[1] for node in nodes)), other))
     places = settings.places()
     children = [_child(ROUTER, "router", _part(settings, RouterSettings, {}), num_threads=1)]
     host = "127.0.0.1" if settings.registry_host in EVERY_ADDRESS else settings.registry_host

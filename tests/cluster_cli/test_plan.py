@@ -89,6 +89,14 @@ def test_each_further_model_has_a_node_of_its_own() -> None:
     assert (node_of(nodes[2]).model, node_of(nodes[2]).speculative_config) == (str(DEMO), "")
 
 
+def test_the_nodes_of_further_models_with_similar_names_have_different_names() -> None:
+    similar = ("0", "org/a", "org-a", "org:a", 50 * "x" + "1", 50 * "x" + "2")
+    nodes = plan(settings(more_models=tuple(f"{name}={DEMO}" for name in similar)), [0])[1:]
+    long = "decode-" + 40 * "x"
+    expected = ["decode-0-2", "decode-org-a", "decode-org-a-2", "decode-org-a-3", long, f"{long}-2"]
+    assert [node.name for node in nodes] == [node_of(node).id for node in nodes] == ["prefill-0", "decode-0", *expected]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -84,22 +84,26 @@ class Supervisor:
 
     def _keep(self) -> None:
         status = 0
-        with tempfile.TemporaryDirectory(prefix="baton-") as directory:
-            secret = Path(directory) / "secret"
-            secret.touch(mode=0o600)
-            secret.write_bytes(self._secret)
-            while not self._draining.is_set():
-                status = self._run(Path(directory))
-                if status in {0, BAD_SETTINGS}:
-                    break
-                self._draining.wait(restart_delay_s(self._restarts, time.monotonic()))
-                self._restarts.append(time.monotonic())
+        while not self._draining.is_set():
+            try:
+                with tempfile.TemporaryDirectory(prefix="baton-") as directory:
+                    status = self._run(Path(directory))
+            except OSError as error:  # for example, the disk is full
+                print(f"{self._child.name}: cannot start: {error}", file=sys.stderr)
+                status = 1
+            if status in {0, BAD_SETTINGS}:
+                break
+            self._draining.wait(restart_delay_s(self._restarts, time.monotonic()))
+            self._restarts.append(time.monotonic())
         self._exit_status = status
 
     def _run(self, directory: Path) -> int:
-        """Run the process once, and return its exit status."""
+        """Run the process once, and return its exit status. Raises OSError if it cannot be started."""
+        secret = directory / "secret"
+        secret.touch(mode=0o600)
+        secret.write_bytes(self._secret)
         environment = inherited(os.environ) | self._child.environment
-        environment["BATON_CLUSTER_SECRET_FILE"] = str(directory / "secret")
+        environment["BATON_CLUSTER_SECRET_FILE"] = str(secret)
         registry = directory / "registry"
         if self._routers:
             self._find_routers(registry)
@@ -116,21 +120,23 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(POLL_S)
             if self._routers:
-                self._find_routers(registry)
+                with contextlib.suppress(OSError):  # the file is written at the next try
+                    self._find_routers(registry)
 
     def _find_routers(self, registry: Path) -> None:
         """Write the routers' addresses to the file `registry`. While Ray restarts a router's actor, keep the router's
         last address."""
-        before, actors = dict(self._found), dict[str, Any]()
+        actors = dict[str, Any]()
         with contextlib.suppress(RayError, ValueError):
             actors = _actors(self._routers)
         for name, actor in actors.items():
             with contextlib.suppress(RayError):
                 host = ray.get(actor.address.remote(), timeout=ANSWER_S)
                 self._found[name] = f"{host}:{self._port + _port_offset(name)}"
-        if self._found != before or not registry.exists():
+        text = "\n".join(self._found.values())
+        if not registry.exists() or registry.read_text() != text:
             new = registry.with_suffix(".new")
-            new.write_text("\n".join(self._found.values()))
+            new.write_text(text)
             new.replace(registry)
 
 

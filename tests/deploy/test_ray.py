@@ -1,5 +1,6 @@
 """Test `baton ray` on a Ray cluster of three hosts, which all run on this machine."""
 
+import errno
 import importlib.util
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -133,6 +135,40 @@ def test_a_process_with_invalid_settings_is_not_started_again_until_the_next_up(
     hosts.up()
     hosts.wait_for_nodes(prefill=1, decode=1)
     assert hosts.command("down").returncode == 0
+
+
+def test_a_full_disk_neither_ends_a_process_nor_hides_a_new_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cluster import ray as module
+    from cluster.plan import Child
+
+    write, faults, routers = Path.write_text, [1], {"0": MagicMock()}
+
+    def write_text(path: Path, text: str) -> int:
+        if faults:
+            faults.pop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "_actors", lambda _: dict(routers))
+    monkeypatch.setattr(module.ray, "get", lambda *_, **__: "10.0.0.1")
+    monkeypatch.setattr(module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    child = Child("decode-0", (sys.executable, "-c", "import time; time.sleep(600)"), {})
+    supervisor = module.Supervisor(child, b"secret", "routers-", 8001)
+    try:
+        wait_for(lambda: bool(supervisor.status()["process"]), "the process starts at the second try", 10)
+        process = psutil.Process(supervisor.status()["process"])
+        faults.extend([1, 2, 3])
+        routers["1"] = MagicMock()
+        registry = Path(process.environ()["BATON_REGISTRY"].removeprefix("file:"))
+        wait_for(lambda: registry.read_text().split() == ["10.0.0.1:8001", "10.0.0.1:8003"], "both routers", 10)
+        assert not faults
+        assert process.status() != psutil.STATUS_ZOMBIE
+    finally:
+        supervisor.drain()
+        wait_for(supervisor.has_ended, "the process ends", 10)
+    assert not registry.parent.exists()
 
 
 def test_a_model_that_does_not_exist_is_refused(hosts: RayCluster) -> None:

@@ -26,7 +26,8 @@ from shared.resolver import is_host_and_port
 PREFIX = "BATON_"
 # For a setting: the environment variable of vLLM that Baton reads too.
 VLLM_VARIABLES = {"allow_runtime_lora_updating": "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
-CLIENTS = ("url", "api_key")  # settings of the commands that call a router
+# Settings of other commands whose variables are not misspelt: of those that call a router, and of `baton up`.
+OTHERS = ("url", "api_key", "devices", "engines", "steps_sockets")
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
 MAX_SIZE = 10**18  # processes pass sizes to each other as numbers of bytes, and SIZE accepts at most 18 digits
@@ -605,7 +606,7 @@ def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> No
     Other unknown variables are ignored: they may be for another process, or come from a container platform.
     """
     kinds = (kind, RouterSettings, NodeSettings, ProxySettings)
-    known = {*CLIENTS, *(name for each in kinds for name in each.model_fields)}
+    known = {*OTHERS, *(name for each in kinds for name in each.model_fields)}
     for variable in sorted(environment):
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or name in known:

@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from cluster.plan import DoctorSettings, LocalSettings, RaySettings
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import (
     NodeSettings,
+    PickerSettings,
+    ProxySettings,
     RouterSettings,
     Settings,
     flag_of,
@@ -18,6 +21,7 @@ from shared.config.settings import (
     parse_size,
     private_directory,
     resolve,
+    variable_of,
 )
 from shared.errors import ConfigError
 from tests.command_line import refusal
@@ -39,6 +43,14 @@ def test_a_flag_overrides_the_environment_which_overrides_the_default() -> None:
     assert sources["host"] == "environment BATON_HOST"
     assert sources["registry_port"] == sources["mode"] == "default"
     assert list(sources) == list(RouterSettings.model_fields)
+
+
+def test_a_setting_of_another_command_is_not_misspelt() -> None:
+    kinds = (LocalSettings, RaySettings, DoctorSettings, RouterSettings, NodeSettings, ProxySettings, PickerSettings)
+    names = {name for kind in kinds for name in kind.model_fields}
+    for kind in kinds:
+        others = {variable_of(name): "of another command" for name in names - set(kind.model_fields)}
+        resolve(kind, {}, others)
 
 
 def test_a_misspelt_variable_is_refused_and_an_unrelated_one_is_ignored() -> None:

@@ -631,6 +631,7 @@ def _describe(kind: type[Settings], error: ValidationError, sources: Mapping[str
 
 
 def hide_password(text: str) -> str:
-    """Hide the password in a URL, or in text that resembles a URL, because errors quote invalid values."""
+    """Hide the password or token in a URL, or in text that resembles a URL, because errors quote invalid values."""
     hidden = re.sub(r"(://[^:@]*:).+@", r"\1***@", text, flags=re.DOTALL)
+    hidden = re.sub(r"://[^:@/]+@", "://***@", hidden)
     return re.sub(r"([?&]password=)[^&#]+", r"\1***", hidden)

@@ -201,6 +201,13 @@ def test_errors_do_not_contain_passwords(url: str) -> None:
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("url", ["http://s3cr3t@gpu:8000", "http://s3cr3t@gpu,http://gpu:8001/v1"])
+def test_errors_do_not_contain_tokens(url: str) -> None:
+    with pytest.raises(ConfigError, match="must be the URL of a vLLM server") as raised:
+        resolve(LocalSettings, {"engines": url, "model": "/model"}, {})
+    assert "s3cr3t" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("registry", "redis://[" + 9000 * "9" + "]"), ("registry", "h:" + 9000 * "9"), ("port", 9000 * "9")],

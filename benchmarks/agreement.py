@@ -4,13 +4,15 @@ The pairs, their traffic and their limits were chosen before any pair was measur
 cost file of --cost says; everything else about them is real. --trace is a file such as azure2023_conv_first_half.csv.
 
 With --slow N, all times of the device and all limits are N times as long, and rates are divided by N, so that delays on
-a busy machine matter less.
+a busy machine matter less. All pairs are simulated before the first one is measured.
 """
 
 import asyncio
 import json
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,9 @@ def slowed_cost(name: str, slow: float, folder: Path) -> str:
     return str(path)
 
 
-def verdict(pair: Pair, on: str, cost: str, trace: Path, seeds: int, duration_s: float) -> tuple[str, dict[str, float]]:
+def verdict(
+    pair: Pair, *, on: str, cost: str, trace: Path, seeds: int, duration_s: float
+) -> tuple[str, dict[str, float]]:
     """Return the better arm, TIE, or "" if there is no verdict; and the mean attainment of each arm in percent."""
     with tempfile.TemporaryDirectory(prefix="agreement-") as directory:
         options = CompareOptions(
@@ -103,14 +107,15 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--slow", type=float, default=1.0)
     options.add_argument("--pairs", type=int, nargs="*", default=range(1, len(PAIRS) + 1), help="numbers of pairs")
+    options.add_argument("--jobs", type=int, default=1, help="number of pairs that run at once")
     given = options.parse_args()
-    rows: list[list[Cell]] = []
     cost = slowed_cost(given.cost, given.slow, Path(tempfile.mkdtemp(prefix="agreement-")))
-    for number in given.pairs:
-        pair = PAIRS[number - 1].slowed(given.slow)
-        duration_s = DURATION_S * given.slow
-        found = [verdict(pair, on, cost, given.trace, given.seeds, duration_s) for on in ("sim", given.on)]
-        (simulated, ours), (measured, theirs) = found
+    pairs = [PAIRS[number - 1].slowed(given.slow) for number in given.pairs]
+    find = partial(verdict, cost=cost, trace=given.trace, seeds=given.seeds, duration_s=DURATION_S * given.slow)
+    with ProcessPoolExecutor(given.jobs) as pool:
+        found = [list(pool.map(partial(find, on=on), pairs)) for on in ("sim", given.on)]
+    rows: list[list[Cell]] = []
+    for number, pair, (simulated, ours), (measured, theirs) in zip(given.pairs, pairs, *found, strict=True):
         shares = [
             f"{means.get(pair.one, float('nan')):.1f}, {means.get(pair.two, float('nan')):.1f}"
             for means in (ours, theirs)
@@ -118,7 +123,6 @@ def main() -> None:
         limits = f"{pair.ttft_ms:g}, {pair.tbt_ms:g}"
         agrees = "yes" if simulated == measured else "no"
         rows.append([number, pair.one, pair.two, pair.rate, limits, *shares, simulated, measured, agrees])
-        print(rows[-1], flush=True)
     columns = ["pair", "first", "second", "requests/s", "TTFT, TBT ms", "simulated: % within", "measured: % within"]
     columns += ["simulated verdict", "measured verdict", "agree"]
     num = sum(row[-1] == "yes" for row in rows)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from shared.config.settings import CLIENTS, NodeSettings, PickerSettings, RouterSettings, Settings, resolve, variable_of
+from shared.config.settings import NodeSettings, PickerSettings, RouterSettings, Settings, resolve, variable_of
 from shared.errors import ConfigError
 
 Object = dict[str, Any]
@@ -20,7 +20,8 @@ PORTS = {"router": ("port", "registry_port"), "prefill": ("port", "kv_port", "he
 PORTS |= {"decode": PORTS["prefill"], "picker": ("port",)}
 PEER_PORTS = {"router": ("registry_port",), "prefill": ("port", "kv_port"), "decode": ("port", "kv_port")}
 PEER_PORTS["picker"] = ()
-KNOWN = {variable_of(name) for kind in KINDS.values() for name in kind.model_fields} | set(map(variable_of, CLIENTS))
+KNOWN = {variable_of(name) for kind in KINDS.values() for name in kind.model_fields}
+KNOWN |= {"BATON_URL", "BATON_API_KEY"}  # of commands in a pod that call a router
 FIELDS = {"metadata.name": "baton-decode-0", "status.podIP": "10.0.0.1"}  # example values of the downward API
 EXTERNAL = {("Secret", "baton-cluster"), ("PersistentVolumeClaim", "baton-model")}  # the operator creates them
 EXIT_S = 10  # how long a pod may take to end after its drain

@@ -5,6 +5,7 @@ tests/shared/test_kv_channels.py tests the behavior that all channels have in co
 
 import asyncio
 import ctypes
+import gc
 import inspect
 import os
 import secrets
@@ -210,6 +211,7 @@ async def test_an_invalid_offer_fails_the_push_and_leaks_no_descriptor(offer: st
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
+        gc.collect()  # garbage of earlier tests may have open descriptors
         num_open = len(os.listdir("/proc/self/fd"))
 
         def run() -> None:
@@ -225,7 +227,7 @@ async def test_an_invalid_offer_fails_the_push_and_leaks_no_descriptor(offer: st
         with pytest.raises(PeerLostError):
             await writer.push(descriptor, bytes(16), [0], [0])
         await serving
-        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert len(os.listdir("/proc/self/fd")) <= num_open
     await writer.close()
     ours.close()
 

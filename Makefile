@@ -27,7 +27,7 @@ imports:
 	$(BIN)/lint-imports --no-cache
 
 # More workers than cores: tests with clusters mostly wait. Each file runs in one worker: its tests share clusters.
-WORKERS ?= $(shell echo $$(($$(nproc) + 2)))
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 # With files of bytecode, the many processes of the tests start sooner.
 unit: export PYTHONDONTWRITEBYTECODE =
 unit:

@@ -89,9 +89,8 @@ def test_every_part_is_shown_and_has_a_name(opened: Pages, feed: tuple[Feed, str
 
 def test_the_strip_moves_and_colours_steps_by_their_work(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
-    wait_for(lambda: steps_of(page, "decode-0") > 10, "steps in view")
-    before = steps_of(page, "decode-0")
-    wait_for(lambda: steps_of(page, "decode-0") > before + 20, "more steps in view")
+    # There are at most 101 earlier steps. The view has ten seconds, so the count does not rise for long.
+    wait_for(lambda: steps_of(page, "decode-0") > 121, "earlier and new steps in view")
     assert colours_in(page, 0) == {"prefill"}
     wait_for(lambda: colours_in(page, 2) == {"prefill", "decode", "over"}, "mixed steps over the SLO")
 

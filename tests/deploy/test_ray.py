@@ -157,17 +157,17 @@ def test_a_full_disk_neither_ends_a_process_nor_hides_a_new_router(monkeypatch: 
     child = Child("decode-0", (sys.executable, "-c", "import time; time.sleep(600)"), {})
     supervisor = module.Supervisor(child, b"secret", "routers-", 8001)
     try:
-        wait_for(lambda: bool(supervisor.status()["process"]), "the process starts at the second try", 10)
+        wait_for(lambda: bool(supervisor.status()["process"]), "the process starts at the second try")
         process = psutil.Process(supervisor.status()["process"])
         faults.extend([1, 2, 3])
         routers["1"] = MagicMock()
         registry = Path(process.environ()["BATON_REGISTRY"].removeprefix("file:"))
-        wait_for(lambda: registry.read_text().split() == ["10.0.0.1:8001", "10.0.0.1:8003"], "both routers", 10)
+        wait_for(lambda: registry.read_text().split() == ["10.0.0.1:8001", "10.0.0.1:8003"], "both routers")
         assert not faults
         assert process.status() != psutil.STATUS_ZOMBIE
     finally:
         supervisor.drain()
-        wait_for(supervisor.has_ended, "the process ends", 10)
+        wait_for(supervisor.has_ended, "the process ends")
     assert not registry.parent.exists()
 
 

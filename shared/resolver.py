@@ -53,7 +53,8 @@ class NameResolver:
 
 
 def _look_up(host: str) -> "asyncio.Future[list[str]]":
-    """Start a thread that resolves the host, and return the future with the result."""
+    """Start a thread that resolves the host, and return the future with the result. Raises OSError if no thread can
+    start."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[str]] = loop.create_future()
 
@@ -67,5 +68,8 @@ def _look_up(host: str) -> "asyncio.Future[list[str]]":
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(settle)
 
-    threading.Thread(target=work, name="resolver", daemon=True).start()
+    try:
+        threading.Thread(target=work, name="resolver", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(f"no thread for the name service: {error}") from None
     return answer

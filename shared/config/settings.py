@@ -193,6 +193,14 @@ def _check_redis(value: str) -> str:
         valid = False
     if not valid:
         raise ValueError("must be a URL such as redis://host:port/database (or rediss:// or unix://)")
+    if parts.query:
+        from redis.asyncio import ConnectionPool, RedisError
+
+        try:
+            pool: Any = ConnectionPool.from_url(value, retry=None)
+            pool.make_connection()
+        except (RedisError, TypeError, ValueError) as error:
+            raise ValueError(f"has an option after the '?' that the Redis client refuses: {error}") from None
     return value
 
 

@@ -201,6 +201,16 @@ def test_errors_do_not_contain_passwords(url: str) -> None:
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("option", ["socket_timeout=abc", "sockettimeout=1", "protocol=7"])
+def test_options_in_the_url_of_redis_are_checked(option: str) -> None:
+    with pytest.raises(ConfigError, match="has an option after the '\\?' that the Redis client refuses") as refused:
+        resolve(RouterSettings, {"registry": f"redis://u:secret@h:1/0?{option}"}, {})
+    assert option.partition("=")[0] in str(refused.value)
+    assert "secret" not in str(refused.value)
+    url = "redis://u:secret@h:1/0?socket_timeout=2.5&protocol=3"
+    assert resolve(RouterSettings, {"registry": url}, {})[0].registry == url
+
+
 @pytest.mark.parametrize("url", ["http://s3cr3t@gpu:8000", "http://s3cr3t@gpu,http://gpu:8001/v1"])
 def test_errors_do_not_contain_tokens(url: str) -> None:
     with pytest.raises(ConfigError, match="must be the URL of a vLLM server") as raised:

@@ -350,6 +350,18 @@ async def test_names_are_resolved_by_the_system_in_a_thread_with_a_limit(monkeyp
     assert await resolver() == ["127.0.0.9"], "a late answer is used"
 
 
+async def test_without_a_thread_a_name_is_not_resolved_now_but_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    resolver = NameResolver("localhost")
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OSError, match="can't start new thread"):
+            await resolver()
+    assert "127.0.0.1" in await resolver()
+
+
 # ---- redis --------------------------------------------------------------------------------------------------------
 
 

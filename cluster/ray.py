@@ -79,6 +79,13 @@ class Supervisor:
         if self._process is not None:
             self._process.terminate()
 
+    def kill(self) -> None:
+        """Kill a process that drains too long, and wait until its files, such as the secret, are removed."""
+        if self._process is not None:
+            self._process.kill()
+        if self._keeper is not None:
+            self._keeper.join(ANSWER_S)
+
     def has_ended(self) -> bool:
         return self._exit_status is not None
 
@@ -250,6 +257,7 @@ def down(cluster: str, timeout_s: float) -> int:
         part = [actors[name] for name in live if name.startswith(ROUTER) == is_router]
         with contextlib.suppress(RayError):  # if an actor's host has just failed, there is no process to drain
             _drain(part, timeout_s + GRACE_S)
+            ray.get([actor.kill.remote() for actor in part], timeout=ANSWER_S)
     for actor in actors.values():
         ray.kill(actor)
     return 0

@@ -117,7 +117,10 @@ def test_a_running_stack_is_compared_with_itself_and_its_loss_ends_the_session(t
         assert (report["arms"][0]["prefill"], report["arms"][0]["decode"]) == (1, 1)
         assert report["tokens"]["equal"]
         assert report["tokens"]["compared"] > 0
-        assert "against itself" in report["verdict"]["sentence"] or report["problems"], output
+        if report["problems"]:  # the control arm may differ by chance, and on a busy machine, periods may be invalid
+            assert re.search("control|invalid|stopped early", report["problems"][0]), output
+        else:
+            assert "against itself" in report["verdict"]["sentence"], output
         assert running.processes["router"].poll() is None
         process = start(tmp_path, *arms)
         until(process, "1/12")

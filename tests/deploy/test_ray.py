@@ -137,7 +137,7 @@ def test_a_process_with_invalid_settings_is_not_started_again_until_the_next_up(
     assert hosts.command("down").returncode == 0
 
 
-def test_a_full_disk_neither_ends_a_process_nor_hides_a_new_router(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_survives_a_full_disk_and_leaves_no_file_when_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     from cluster import ray as module
     from cluster.plan import Child
 
@@ -154,7 +154,8 @@ def test_a_full_disk_neither_ends_a_process_nor_hides_a_new_router(monkeypatch: 
     monkeypatch.setattr(module, "_actors", lambda _: dict(routers))
     monkeypatch.setattr(module.ray, "get", lambda *_, **__: "10.0.0.1")
     monkeypatch.setattr(module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    child = Child("decode-0", (sys.executable, "-c", "import time; time.sleep(600)"), {})
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    child = Child("decode-0", (sys.executable, "-c", program), {})
     supervisor = module.Supervisor(child, b"secret", "routers-", 8001)
     try:
         wait_for(lambda: bool(supervisor.status()["process"]), "the process starts at the second try")
@@ -167,7 +168,8 @@ def test_a_full_disk_neither_ends_a_process_nor_hides_a_new_router(monkeypatch: 
         assert process.status() != psutil.STATUS_ZOMBIE
     finally:
         supervisor.drain()
-        wait_for(supervisor.has_ended, "the process ends")
+        supervisor.kill()  # the process ignores SIGTERM
+    assert supervisor.has_ended()
     assert not registry.parent.exists()
 
 

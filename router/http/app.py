@@ -202,11 +202,12 @@ class CompletionsApi:
 
     async def tokenize(self, body: TokenizeBody, reply: ResponseWriter) -> None:
         """Handle POST /tokenize, with the fields of vLLM."""
+        tokenizer = self.generation.tokenizer
         if body.prompt is not None:
-            ids = await encode(self.generation.tokenizer, body.prompt, body.add_special_tokens is not False)
+            ids = await encode(tokenizer, body.prompt, body.add_special_tokens is not False)
         else:
-            ids, _ = await encode_chat(self.generation.tokenizer, body, self.generation.images)
-        names = [self.generation.tokenizer.token_name(token) for token in ids] if body.return_token_strs else None
+            ids, _ = await encode_chat(tokenizer, body, self.generation.images)
+        names = await run_in_thread(lambda: [*map(tokenizer.token_name, ids)]) if body.return_token_strs else None
         await reply.json(
             {
                 "count": len(ids),
@@ -219,7 +220,9 @@ class CompletionsApi:
     async def detokenize(self, body: DetokenizeBody, reply: ResponseWriter) -> None:
         """Handle POST /detokenize, with the fields of vLLM. The text includes special tokens."""
         check_ids(body.tokens, self.generation.model, "tokens")
-        await reply.json({"prompt": self.generation.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        tokenizer = self.generation.tokenizer
+        text = await run_in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+        await reply.json({"prompt": text})
 
 
 @dataclass

@@ -15,6 +15,7 @@ from dashboard.history import RequestHistory
 from dashboard.routes import Dashboard
 from router.http.responses import dump, dump_in_parts, prompt_logprobs
 from router.observer import RouterObserver
+from router.text.tokenizer import Tokenizer
 from shared.clock import now_ns
 from shared.errors import UnavailableError
 from tests.router.bad_requests import post
@@ -263,6 +264,26 @@ async def test_tokenize_and_detokenize_are_inverse(client, byte_level):
     assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert chat["token_strs"] is None
     assert (await client.post("/detokenize", json={"tokens": [330]})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/detokenize", {"tokens": [1, 2]}, "decode"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "token_name"),
+    ],
+)
+async def test_many_tokens_do_not_occupy_the_event_loop(client, path, body, name, monkeypatch):
+    threads, own = set(), getattr(Tokenizer, name)
+
+    def recorded(self, *args, **kwargs):
+        threads.add(threading.current_thread())
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, name, recorded)
+    assert (await client.post(path, json=body)).status_code == 200
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_health_status_and_models(client, dispatcher):

@@ -211,11 +211,11 @@ class TorchRunner(Runner):
 
     def _observed(self, slices: Sequence[Slice], batch: Batch, head: "DraftHead") -> Tensor:
         """Compute the hidden states of all rows, pass them to the draft head, and return those of the logit rows."""
-        if self.adapters is not None:
-            self.adapters.rows.select(batch, self._device)
         captured = {layer: torch.empty(0) for layer in head.model.captured}
         rows = torch.arange(len(batch.tokens), device=self._device)
         every = replace(batch, logit_rows=rows, captured=captured)
+        if self.adapters is not None:
+            self.adapters.rows.select(every, self._device)
         attention = plan_tables(self._backend, self._pool, batch)
         hidden = self._model.forward(every, self._kernels.begin(every), attention)
         head.observe(slices, hidden, every.captured)

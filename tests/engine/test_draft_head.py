@@ -19,6 +19,8 @@ from benchmarks.random_model import random_decoder
 from engine.draft_head import DraftHead, head_places
 from engine.kv_pool import KVPool
 from engine.linear import Plain
+from engine.lora.files import AdapterFiles, LowRank
+from engine.lora.linear import ModelAdapters
 from engine.models.decoder import Decoder
 from engine.models.draft_head import HeadDecoder
 from engine.models.draft_layers import MtpNames, with_head
@@ -192,6 +194,25 @@ def test_an_eagle_head_changes_no_answer(handed_over: bool, tmp_path: Path) -> N
         assert run_together(requests_of(seed, True, SAMPLINGS), here, there if handed_over else None) == expected
         accepted += here.scheduler.counters.accepted_tokens
     assert accepted > 10
+
+
+@pytest.mark.parametrize(("module", "width"), [("self_attn.o_proj", 64), ("mlp.down_proj", 20)])
+def test_a_draft_head_changes_no_answer_of_an_adapter(module: str, width: int) -> None:
+    model, head = model_of("grouped")
+    adapters, size = ModelAdapters(model, Plain(torch.float32)), CONFIG.hidden_size
+    update = LowRank(torch.eye(4, width), torch.linspace(-1, 1, 4 * size).view(size, 4))
+    adapters.add(AdapterFiles("d", Path(), {f"model.layers.1.{module}": update}))
+    found = []
+    for drafts in (False, True):
+        node = Node(model, StepLimits(max_num_batched_tokens=20), 6, 4)
+        node.runner.adapters = adapters
+        if drafts:
+            drafting(node, head)
+        rows = requests_of(3, False, SAMPLINGS)
+        for row in rows[::2]:
+            row.adapter = "d"
+        found.append(run_together(rows, node))
+    assert found[0] == found[1]
 
 
 MANY = [

@@ -151,7 +151,7 @@ class _Adapter:
         if update is not None:
             layer.qkv = self._adapted(layer.qkv, update, made.order, False)
             if layer.gate is not None:
-                layer.gate = self._adapted(layer.gate, update, made.gates, is_last)
+                layer.gate = self._adapted(layer.gate, update, made.gates, False)
         update = self._joined([prefix + output], [hidden], spec.heads * spec.head_dim)
         if update is not None:
             layer.output = self._adapted(layer.output, update, None, is_last)

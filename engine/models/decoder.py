@@ -178,7 +178,8 @@ class Decoder:
         attended = (attended if latent is None else latent.values(attended)).flatten(1)
         if layer.gate is None:
             return attended
-        return kernels.sigmoid_gated(attended, layer.gate(rows if selected is None else rows[selected]))
+        gate = layer.gate(rows)  # of all rows, as the adapters of the gate expect
+        return kernels.sigmoid_gated(attended, gate if selected is None else gate[selected])
 
     def _update(self, output: Tensor, norm: Tensor | None, kernels: StepKernels) -> Tensor:
         """Return the scaled output of attention or of the MLP, which is added to the hidden states."""

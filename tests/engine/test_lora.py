@@ -3,6 +3,7 @@ if it cannot be applied exactly."""
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,34 +12,39 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.random_model import random_decoder
 from engine.attention import plan_tables
 from engine.batch import BlockRows, build
 from engine.linear import Plain
-from engine.lora.files import CONFIG, WEIGHTS, AdapterFiles, lora_digest, read_lora
+from engine.lora.files import CONFIG, WEIGHTS, AdapterFiles, LowRank, lora_digest, read_lora
 from engine.lora.linear import AdaptedRows, ModelAdapters
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.mlp import MLP_ROWS
-from engine.models.spec import state_units
+from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, state_units
+from scheduler.scheduler import StepLimits
 from tests.engine.build import (  # fmt: skip
     CPU,
+    GREEDY,
     Blocks,
     States,
     device_code,
     every_backend,
     in_one_piece,
     layout_of,
+    model_fixture,
     piece,
     pool_of,
     state_size,
 )
 from tests.engine.families import CONFIGS, save
 from tests.engine.lora_files import EVERY, save_adapter
+from tests.engine.nodes import Node, requests_of, run_together
 
 ATTENTION = EVERY[:4]
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft reads this attribute
-__all__ = ["every_backend"]  # applies to every test here
+__all__ = ["every_backend", "model_fixture"]  # the first applies to every test here
 
 
 def adapted_rows(model: Decoder, adapters: dict[str, Path], max_rank: int = 8) -> AdaptedRows:
@@ -123,6 +129,24 @@ def test_base_rows_are_unchanged_by_company_and_by_loaded_adapters(tmp_path: Pat
         assert float((found - alone).abs().max()) <= 1e-5
     changed = logits_of(adaptable, adapted, [("d", row)])[0]
     assert float((changed - alone).abs().max()) > 0.01
+
+
+def test_prompt_logprobs_change_no_answer_of_an_adapter_of_a_gate(model: Decoder) -> None:
+    """A step with prompt logprobs computes the attention of the last layer for all rows, and other steps do not."""
+    layer = LayerSpec(AttentionSpec(4, 2, 16, gated=True), MlpSpec(20))
+    model = random_decoder(replace(model.config, layers=(layer, layer)), torch.float32, CPU, deviation=0.1)
+    adapters, size = ModelAdapters(model, Plain(torch.float32)), model.config.hidden_size
+    torch.manual_seed(0)
+    update = LowRank(torch.randn(4, size), torch.randn(128, 4))
+    adapters.add(AdapterFiles("d", Path(), {"model.layers.1.self_attn.q_proj": update}))
+    found = []
+    for sampling in (GREEDY, replace(GREEDY, prompt_logprobs=1)):
+        node, rows = Node(model, StepLimits(), 6, 4), requests_of(3, False, [sampling, GREEDY] * 2)
+        node.runner.adapters = adapters
+        for row in rows[::2]:
+            row.adapter = "d"
+        found.append(run_together(rows, node))
+    assert found[0] == found[1]
 
 
 def refused(directory: Path, change: Any, says: str, max_rank: int = 8) -> None:

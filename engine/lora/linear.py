@@ -31,7 +31,7 @@ class AdaptedRows:
 
     def select(self, batch: Batch, device: torch.device) -> None:
         """Set the rows for a pass over `batch` on `device`."""
-        self.tokens, self.logit_rows = {}, {}
+        self.tokens, self.logit_rows, self.begin = {}, {}, 0  # a pass that failed may have left another `begin`
         if not batch.adapters:
             return
         names = sorted({name for name in batch.adapters if name})

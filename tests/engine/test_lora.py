@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,27 @@ def test_prompt_logprobs_change_no_answer_of_an_adapter_of_a_gate(model: Decoder
             row.adapter = "d"
         found.append(run_together(rows, node))
     assert found[0] == found[1]
+
+
+def test_a_failed_step_leaves_no_trace_in_later_steps(tmp_path: Path) -> None:
+    base = save(CONFIGS["llama"], tmp_path)
+    save_adapter(base, tmp_path / "adapter", 1)
+    model = load_model(tmp_path, torch.float32, CPU)
+    adapted, row = adapted_rows(model, {"d": tmp_path / "adapter"}), [5, 9, 2, 44, 17, 60]
+    expected = logits_of(model, adapted, [("d", row)])[0]
+    first, calls = model.layers[0].mlp, iter([None])
+    down = first.down
+
+    def failing(rows: torch.Tensor) -> torch.Tensor:
+        next(calls)  # raises StopIteration in the second call, which computes the rows from MLP_ROWS on
+        return down(rows)
+
+    halving: Any = SimpleNamespace(gated=lambda rows, _: rows.chunk(2, -1)[0])
+    first.down = failing  # type: ignore[assignment]
+    with pytest.raises(StopIteration):
+        first(torch.zeros(2 * MLP_ROWS, model.config.hidden_size), halving)
+    first.down = down
+    assert torch.equal(logits_of(model, adapted, [("d", row)])[0], expected)
 
 
 def refused(directory: Path, change: Any, says: str, max_rank: int = 8) -> None:

@@ -38,7 +38,7 @@ from tests.engine.build import (
     thinned,
     torch_runner,
 )
-from tests.engine.families import CONFIGS, LONGROPE, MULTIMODAL, SIZES, save
+from tests.engine.families import CONFIGS, LONGROPE, MULTIMODAL, SIZES, kind_of, save
 from tests.engine.quantized_files import change_config, quantize
 
 STORIES = Path(__file__).parents[1] / "data" / "stories260K"
@@ -98,6 +98,15 @@ def test_logits_equal_transformers_in_any_chunking(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_the_text_decoder_of_a_model_of_text_and_images(name: str, tmp_path: Path) -> None:
     reference_model = save(MULTIMODAL[name], tmp_path)
+    assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
+
+
+def test_a_mistral_model_in_which_only_some_layers_have_a_window(tmp_path: Path) -> None:
+    """Such files describe Ministral 8B. Transformers gives them another class if they are loaded by AutoModel."""
+    save(CONFIGS["mistral, window 7"], tmp_path)
+    change_config(tmp_path, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    reference_model = kind_of(CONFIGS["mistral"]).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert type(reference_model).__name__ == "MinistralForCausalLM"
     assert largest_difference(reference_model, load_model(tmp_path, torch.float32, CPU)) <= 1e-4
 
 

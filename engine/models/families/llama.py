@@ -19,7 +19,8 @@ def mistral(keys: ConfigReader) -> ModelConfig:
     # If the key is missing, transformers' default of 4096 applies. A value of null means no window.
     unlimited = "sliding_window" in keys.values and keys.values["sliding_window"] is None
     window = 0 if unlimited else keys.size("sliding_window", 4096)
-    return uniform(keys, common.attention(keys, window=window), common.mlp(keys))
+    kinds = common.layer_kinds(keys, lambda index: SLIDING)  # Ministral 8B has layers without a window
+    return dense(keys, common.attention(keys), kinds, window)
 
 
 def ministral3(keys: ConfigReader) -> ModelConfig:
@@ -34,22 +35,24 @@ def ministral3(keys: ConfigReader) -> ModelConfig:
 
 
 def qwen2(keys: ConfigReader) -> ModelConfig:
-    return dense(keys, common.attention(keys, qkv_bias=True), qwen_kinds(keys))
+    return dense(keys, common.attention(keys, qkv_bias=True), *qwen_windows(keys))
 
 
 def qwen3(keys: ConfigReader) -> ModelConfig:
     attention = common.attention(keys, QWEN3_HEAD_DIM, qk_norm=True, biased=keys.flag("attention_bias"))
-    return dense(keys, attention, qwen_kinds(keys))
+    return dense(keys, attention, *qwen_windows(keys))
 
 
-def qwen_kinds(keys: ConfigReader) -> list[str]:
-    """Return the kind of each layer. Layers from `max_window_layers` on have a window, if the model uses windows."""
+def qwen_windows(keys: ConfigReader) -> tuple[list[str], int]:
+    """Return the kind of each layer, and the window. Layers from `max_window_layers` on have a window, if the model
+    uses windows."""
     if not keys.flag("use_sliding_window"):
-        return [FULL] * keys.size("num_hidden_layers")
+        return [FULL] * keys.size("num_hidden_layers"), 0
     full = keys.values.get("max_window_layers", 28)
     if type(full) is not int or full < 0:
         keys.refuse("max_window_layers", "it must be a number of layers")
-    return common.layer_kinds(keys, lambda index: SLIDING if index >= full else FULL)
+    kinds = common.layer_kinds(keys, lambda index: SLIDING if index >= full else FULL)
+    return kinds, keys.size("sliding_window", 4096)
 
 
 def smollm3(keys: ConfigReader) -> ModelConfig:
@@ -90,7 +93,6 @@ def uniform(keys: ConfigReader, attention: AttentionSpec, mlp: MlpSpec) -> Model
     return common.model(keys, [LayerSpec(attention, mlp)] * keys.size("num_hidden_layers"))
 
 
-def dense(keys: ConfigReader, attention: AttentionSpec, kinds: list[str]) -> ModelConfig:
+def dense(keys: ConfigReader, attention: AttentionSpec, kinds: list[str], window: int) -> ModelConfig:
     """Return a model whose layers differ only in their windows."""
-    window = keys.size("sliding_window", 4096) if keys.flag("use_sliding_window") else 0
     return common.model(keys, [LayerSpec(one, common.mlp(keys)) for one in common.windowed(attention, kinds, window)])

@@ -5,6 +5,7 @@ a process.
 """
 
 from dataclasses import dataclass, fields, replace
+from os.path import expanduser
 from pathlib import Path
 
 from engine.emulation import load_emulation
@@ -135,7 +136,7 @@ def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
         name, _, directory = given.partition("=")
         if not name or not directory or name in found:
             raise ValueError(f"--lora-modules {given[:100]}: must be name=directory, with a name that occurs once")
-        path = Path(directory).expanduser()
+        path = Path(expanduser(directory))  # unlike Path.expanduser, it accepts a user who does not exist
         found[name] = LoraAdapter(name, lora_digest(path), path)
     return list(found.values())
 

@@ -57,7 +57,7 @@ def read_scheme(directory: Path) -> Scheme | None:
 
 
 def _scheme(given: ConfigReader) -> Scheme:
-    method = given.values.get("quant_method")
+    method = str(given.values.get("quant_method"))
     if method in {"fp8", "fbgemm_fp8"}:
         return Scheme(method, "fp8", 8, block=_block(given, "weight_block_size"))
     if method == "awq":

@@ -126,9 +126,9 @@ def _scale(module: str, rank: int, config: Mapping[str, Any], file: Path) -> flo
 
     As in peft, the first key of `alpha_pattern` that is an end of the module's name determines alpha.
     """
-    patterns: dict[str, Any] = config.get("alpha_pattern") or {}
-    for ending in patterns:
-        if not re.fullmatch(r"[\w.]+", ending, re.ASCII):
+    patterns: Any = config.get("alpha_pattern") or {}
+    for ending in patterns if isinstance(patterns, dict) else [patterns]:
+        if ending is patterns or not re.fullmatch(r"[\w.]+", ending, re.ASCII):
             raise ValueError(f"{file.parent / CONFIG}: alpha_pattern has {ending!r:.60}: only names are served")
     matching = (value for ending, value in patterns.items() if f".{module}".endswith(f".{ending}"))
     alpha: Any = next(matching, config.get("lora_alpha"))

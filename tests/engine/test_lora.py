@@ -23,6 +23,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.mlp import MLP_ROWS
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, state_units
+from engine.options import BuildOptions, lora_adapters
 from scheduler.scheduler import StepLimits
 from tests.engine.build import (  # fmt: skip
     CPU,
@@ -198,6 +199,7 @@ Q = f"{LAYER}.self_attn.q_proj"
         (lambda config, _: config.update(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
         (lambda config, _: config.update(lora_alpha="16"), "lora_alpha is '16'"),
         (lambda config, _: config.update(alpha_pattern={"(a+)+": 1}), "alpha_pattern has"),
+        (lambda config, _: config.update(alpha_pattern=["q_proj"]), r"alpha_pattern has \['q_proj'\]"),
         (lambda _, tensors: tensors.pop(f"{Q}.lora_A.weight"), "self_attn.q_proj has tensors"),
         (lambda _, tensors: tensors[f"{Q}.lora_A.weight"].fill_(float("nan")), "not finite"),
         (lambda _, tensors: tensors.update({f"{Q}.lora_A.weight": torch.ones(4, 47)}), "the adapter belongs to another model"),
@@ -227,3 +229,5 @@ def test_pickled_and_missing_files_are_refused(tmp_path: Path) -> None:
         lora_digest(tmp_path / "adapter")
     with pytest.raises(ValueError, match=f"no {CONFIG}"):
         lora_digest(tmp_path)
+    with pytest.raises(ValueError, match=f"~no-such-user/adapter: has no {CONFIG}"):
+        lora_adapters(BuildOptions("", lora_modules=("d=~no-such-user/adapter",)))

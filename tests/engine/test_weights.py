@@ -113,6 +113,13 @@ def directory(tmp_path: Path) -> Path:
         (VISION | {"text_config": {"model_type": "gemma3_text"}}, "text_config.num_hidden_layers is missing"),
         (VISION | {"text_config": ...}, "model_type is missing: supported are gemma3_text"),
         ({"quantization_config": {"bits": 4}}, "quant_method is missing: .*unquantized"),
+        ({"quantization_config": {"quant_method": []}}, r"quant_method is \[\]: .*unquantized"),
+        ({"architectures": ["Glm4MoeForCausalLM"], "first_k_dense_replace": None}, "first_k_dense_replace is None: it"),
+        ({"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": [[]]}, r"mlp_layer_types is \[\[\]\]"),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "mamba_n_heads": 4, "time_step_limit": []},
+            r"time_step_limit is \[\]",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": ...}, "hidden_size is missing: it must be an integer from 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),

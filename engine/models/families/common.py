@@ -74,6 +74,14 @@ def activation_of(keys: ConfigReader, key: str = "hidden_act", default: str = "s
     return ACTIVATIONS[name]
 
 
+def layer_count(keys: ConfigReader, key: str, default: int) -> int:
+    """Return the number of the first layers that differ from the others, which may be 0."""
+    count = keys.values.get(key, default)
+    if type(count) is not int or count < 0:
+        keys.refuse(key, "it must be a number of layers")
+    return count
+
+
 def layer_kinds(
     keys: ConfigReader, default: Callable[[int], str], supported: Sequence[str] = (FULL, SLIDING)
 ) -> list[str]:

@@ -33,7 +33,7 @@ def qwen3_moe(keys: ConfigReader) -> ModelConfig:
 def glm4_moe(keys: ConfigReader) -> ModelConfig:
     bias, norm = keys.flag("attention_bias"), keys.flag("use_qk_norm")
     attention = common.attention(keys, QWEN3_HEAD_DIM, default_share=0.5, qk_norm=norm, qkv_bias=bias)
-    dense = keys.values.get("first_k_dense_replace", 1)
+    dense = common.layer_count(keys, "first_k_dense_replace", 1)
     return _model(keys, attention, sigmoid_moe(keys), lambda index: index >= dense)
 
 

@@ -67,7 +67,7 @@ def granite_hybrid(keys: ConfigReader) -> ModelConfig:
     if heads * size != inner or heads % groups:
         keys.refuse("mamba_n_heads", f"it must divide {inner} and be a multiple of mamba_n_groups ({groups})")
     limit = keys.values.get("time_step_limit")
-    if limit is not None and (not isinstance(limit, list) or limit[0] != 0 or "inf" not in str(limit[1:]).lower()):
+    if limit is not None and (not isinstance(limit, list) or limit[:1] != [0] or "inf" not in str(limit[1:]).lower()):
         keys.refuse("time_step_limit", "only [0, Infinity] is supported")
     state = SsmSpec(
         groups, heads, keys.size("mamba_d_state", 256), size, keys.size("mamba_d_conv", 4),

@@ -12,7 +12,8 @@ NO_INDEX = "models that choose tokens by an index (DeepSeek V3.2, GLM-5) are not
 
 
 def deepseek_v2(keys: ConfigReader) -> ModelConfig:
-    dense = _dense_layers(keys, 0)
+    dense = common.layer_count(keys, "first_k_dense_replace", 0)
+    keys.require("moe_layer_freq", 1, 1)
     keys.require("scoring_func", "softmax", "softmax")
     keys.require("norm_topk_prob", False, False)  # implementations differ in how they combine it with the scale
     moe = replace(sigmoid_moe(keys, 64), score="softmax", corrects=False, renormalizes=False, group_scores=1)
@@ -25,7 +26,8 @@ def deepseek_v2(keys: ConfigReader) -> ModelConfig:
 
 
 def deepseek_v3(keys: ConfigReader) -> ModelConfig:
-    dense = _dense_layers(keys, 3)
+    dense = common.layer_count(keys, "first_k_dense_replace", 3)
+    keys.require("moe_layer_freq", 1, 1)
     keys.require("topk_method", "noaux_tc", "noaux_tc")
     keys.require("scoring_func", "sigmoid", "sigmoid")
     return common.sparse_model(
@@ -33,20 +35,12 @@ def deepseek_v3(keys: ConfigReader) -> ModelConfig:
     )
 
 
-def _dense_layers(keys: ConfigReader, default: int) -> int:
-    """Return the number of layers without experts. These are the first layers."""
-    dense = keys.values.get("first_k_dense_replace", default)
-    if type(dense) is not int or dense < 0:
-        keys.refuse("first_k_dense_replace", "it must be a number of layers")
-    keys.require("moe_layer_freq", 1, 1)
-    return dense
-
-
 def glm4_moe_lite(keys: ConfigReader) -> ModelConfig:
-    dense = keys.values.get("first_k_dense_replace", 1)
+    dense = common.layer_count(keys, "first_k_dense_replace", 1)
     kinds = keys.values.get("mlp_layer_types")
     layers = keys.size("num_hidden_layers")
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {"dense", "sparse"}):
+    known = isinstance(kinds, list) and len(kinds) == layers and all(kind in ("dense", "sparse") for kind in kinds)
+    if kinds is not None and not known:
         keys.refuse("mlp_layer_types", f"it must have dense or sparse for each of the {layers} layers")
     return common.sparse_model(
         keys, latent(keys, 768, 512, 192, 256), sigmoid_moe(keys, 64, 4),

@@ -48,9 +48,7 @@ def qwen_windows(keys: ConfigReader) -> tuple[list[str], int]:
     uses windows."""
     if not keys.flag("use_sliding_window"):
         return [FULL] * keys.size("num_hidden_layers"), 0
-    full = keys.values.get("max_window_layers", 28)
-    if type(full) is not int or full < 0:
-        keys.refuse("max_window_layers", "it must be a number of layers")
+    full = common.layer_count(keys, "max_window_layers", 28)
     kinds = common.layer_kinds(keys, lambda index: SLIDING if index >= full else FULL)
     return kinds, keys.size("sliding_window", 4096)
 

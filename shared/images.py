@@ -86,17 +86,15 @@ def read_image_rules(directory: Path) -> ImageRules | None:
     """
     config = read_object(directory / "config.json")
     kind = config.get("model_type")
-    if kind not in {*QWEN, GEMMA3} or not isinstance(config.get("vision_config"), dict):
+    if kind not in (*QWEN, GEMMA3) or not isinstance(config.get("vision_config"), dict):
         return None
+    file = directory / "processor_config.json"  # as in transformers, its values have priority
+    keys = ConfigReader(read_object(file) if file.is_file() else {}, file).nested("image_processor")
     file = directory / "preprocessor_config.json"
-    if file.is_file():
-        values = read_object(file)
-    else:
-        file = directory / "processor_config.json"
-        values = read_object(file).get("image_processor", {}) if file.is_file() else {}
-    if not values:
+    if not keys.values and file.is_file():
+        keys = ConfigReader(read_object(file), file)
+    if not keys.values:
         return None
-    keys = ConfigReader(values, file)
     for key in ("do_resize", "do_rescale", "do_normalize"):
         keys.require(key, True, True)
     keys.require("do_pan_and_scan", False, False)

@@ -1,5 +1,6 @@
 """Test that a model of text and images generates the same tokens as in transformers, however prompts are computed."""
 
+import json
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import product
@@ -133,6 +134,20 @@ def test_grids_of_published_models_are_those_of_the_processor(patch: int, least:
             continue
         rows, columns = rules.grid(*rules.size(width, height))
         assert 4 * rows * columns == oracle.get_number_of_image_patches(height, width), (width, height)
+
+
+def test_the_image_processor_of_processor_config_has_priority(tmp_path: Path) -> None:
+    write("qwen3 vl", tmp_path)
+    older = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    newer = older | {"size": {"shortest_edge": 2048, "longest_edge": 8192}}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": newer}))
+    rules, oracle = read_image_rules(tmp_path), Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    assert rules is not None
+    assert (rules.min_pixels, rules.max_pixels) == (oracle.size["shortest_edge"], oracle.size["longest_edge"])
+    assert rules.max_pixels == 8192
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": ["x"]}))
+    with pytest.raises(ValueError, match=r"processor_config\.json: image_processor is \['x'\]: it must be an object"):
+        read_image_rules(tmp_path)
 
 
 def test_a_request_whose_image_is_missing_ends_alone(tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from engine.lora.linear import ModelAdapters
 from engine.media import NO_IMAGE, ImageEncoder, images_of
 from engine.models.decoder import Decoder, LanguageModel
 from engine.pooling import Pooler
-from engine.sampling import NUMERICAL, DrawResult, SamplingRow, depends_on_tokens, describe, sample
+from engine.sampling import (
+    NUMERICAL,
+    DrawResult,
+    SamplingRow,
+    depends_on_tokens,
+    describe,
+    distinct_prompt_ids,
+    is_penalized,
+    sample,
+)
 from engine.token_masks import MaskFiller
 from scheduler.request import Request, Slice, Step
 from shared.rpc.messages import Logprobs, SamplingParams
@@ -279,6 +288,8 @@ def output_of(draw: DrawResult) -> SliceOutput:
 
 def row_of(slice_: Slice) -> SamplingRow:
     request = slice_.request
+    if request.prompt_ids is None and is_penalized(request.sampling):
+        request.prompt_ids = distinct_prompt_ids(request.sampling, request.tokens[: request.num_prompt])
     return SamplingRow(
         request.sampling,
         slice_.tokens,
@@ -287,4 +298,5 @@ def row_of(slice_: Slice) -> SamplingRow:
         request.stop_tokens,
         request.min_tokens,
         request.matcher,
+        request.prompt_ids,
     )

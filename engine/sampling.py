@@ -31,7 +31,11 @@ NO_TOKEN = "no_token"  # every token is banned, or the row's grammar has failed
 
 @dataclass(slots=True)
 class SamplingRow:
-    """The inputs of a draw other than its logits. Of `tokens`, only those before `position` are read."""
+    """The inputs of a draw other than its logits. Of `tokens`, only those before `position` are read.
+
+    For a row with a repetition penalty, `prompt_ids` has the distinct tokens of the prompt in ascending order. If it is
+    None, each draw finds them again, which takes time for a long prompt.
+    """
 
     sampling: SamplingParams
     tokens: Sequence[int]  # prompt and generated tokens
@@ -40,6 +44,7 @@ class SamplingRow:
     stop_tokens: frozenset[int] = frozenset()
     min_tokens: int = 0
     matcher: TokenMatcher | None = None
+    prompt_ids: IntArray | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -59,6 +64,11 @@ def depends_on_tokens(sampling: SamplingParams) -> bool:
 
 def is_penalized(sampling: SamplingParams) -> bool:
     return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def distinct_prompt_ids(sampling: SamplingParams, prompt: Sequence[int]) -> IntArray:
+    """Return the prompt's distinct tokens in ascending order, or none if the penalties ignore the prompt."""
+    return np.unique(np.array(prompt if sampling.repetition_penalty != 1.0 else (), np.int64))
 
 
 @dataclass(slots=True)
@@ -196,10 +206,16 @@ def _penalize(logits: Tensor, rows: list[tuple[int, SamplingRow]]) -> None:
     """Apply penalties in place. Presence and frequency penalties ignore the prompt; the repetition penalty does not."""
     columns: list[tuple[IntArray, IntArray, FloatArray, FloatArray]] = []
     for index, row in rows:
-        seen, where = np.unique(np.array(row.tokens[: row.position], np.int64), return_inverse=True)
-        counts = np.bincount(where[row.num_prompt :], minlength=len(seen))
-        sampling = row.sampling
-        minus = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        sampling, prompt = row.sampling, row.prompt_ids
+        if prompt is None:
+            prompt = distinct_prompt_ids(sampling, row.tokens[: row.num_prompt])
+        own, counts = np.unique(np.array(row.tokens[row.num_prompt : row.position], np.int64), return_counts=True)
+        where = np.searchsorted(prompt, own)
+        repeats = np.take(np.append(prompt, -1), where) == own  # generated tokens that the prompt contains
+        seen = np.concatenate((prompt, own[~repeats]))
+        where[~repeats] = np.arange(len(prompt), len(seen))
+        minus = np.zeros(len(seen))
+        minus[where] = sampling.frequency_penalty * counts + sampling.presence_penalty
         columns.append((np.full(len(seen), index), seen, np.full(len(seen), sampling.repetition_penalty), minus))
     at, tokens, repetition, less = (
         torch.from_numpy(np.concatenate(column)).to(logits.device) for column in zip(*columns, strict=True)

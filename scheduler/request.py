@@ -59,6 +59,7 @@ class Request:
     speculates: bool = True  # whether guessed tokens may be verified, if the scheduler drafts
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
     matcher: Any = None  # a TokenMatcher for the runner, if the answer must match a grammar
+    prompt_ids: Any = None  # the prompt's distinct tokens, which the runner needs for penalties and finds once
     media: tuple[MediaSpan, ...] = ()  # images of the prompt, in order
     images: Any = None  # the `Media` of each span, for the runner; None if the runner computes no image tokens
 

@@ -11,8 +11,20 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.counter_rng import GOLDEN, MASK, gumbel, key_of
-from engine.sampling import CANDIDATES, SamplingRow, adjust, compiled_draw, draw, parameters_of, restrict, sample
+from engine.runner import row_of
+from engine.sampling import (
+    CANDIDATES,
+    SamplingRow,
+    adjust,
+    compiled_draw,
+    distinct_prompt_ids,
+    draw,
+    parameters_of,
+    restrict,
+    sample,
+)
 from engine.token_masks import TokenMasks
+from scheduler.request import Request, Slice
 from shared.rpc.messages import SamplingParams, pack_ids
 from tests.gpu_less.draws import FILTERS as COMMON
 
@@ -165,6 +177,28 @@ def test_penalties_and_bias_are_those_of_vllm() -> None:
     assert torch.allclose(found[0], torch.tensor(expected), atol=1e-5)
     assert torch.equal(found[1], logits[1])
     assert torch.equal(logits, before)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.integers(0, 30), st.integers(0, 30), st.data())
+def test_penalties_have_their_definition(tokens: list[int], cut: int, end: int, data: st.DataObject) -> None:
+    num_prompt, position = sorted((min(cut, len(tokens)), min(end, len(tokens))))
+    repetition = data.draw(st.sampled_from([1.0, 1.3, 0.5]))
+    presence, frequency = data.draw(st.tuples(*[st.sampled_from([0.0, 0.5, -0.25])] * 2))
+    sampling = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    one = SamplingRow(sampling, tokens, num_prompt, position)
+    known = replace(one, prompt_ids=distinct_prompt_ids(sampling, tokens[:num_prompt]))
+    logits = random_logits(3, 10)
+    expected = logits[0].tolist()
+    for token in {*tokens[:position]}:
+        expected[token] *= 1 / repetition if expected[token] > 0 else repetition
+        count = tokens[num_prompt:position].count(token)
+        expected[token] -= presence * (count > 0) + frequency * count
+    for first, second in ((one, known), (known, one)):
+        found = adjust(logits, [first, row(GREEDY), second])
+        assert torch.allclose(found[0], torch.tensor(expected), atol=1e-5)
+        assert torch.equal(found[1], logits[1])
+    alone = [adjust(logits[:1], [each]) for each in (one, known)]
+    assert torch.equal(*alone)
 
 
 def test_stop_tokens_are_banned_until_min_tokens() -> None:
@@ -332,3 +366,11 @@ def test_top_p_applies_within_a_large_top_k() -> None:
     sampling = SamplingParams(top_k=2 * CANDIDATES, top_p=0.5)
     left = restrict(logits, [sampling]).isfinite()[0].sum().item()
     assert left == len(allowed(logits[0].double().numpy(), sampling))
+
+
+def test_the_tokens_of_a_prompt_are_sorted_once_for_all_draws() -> None:
+    request = Request("r", [7, 3, 3], 3, max_tokens=4, sampling=SamplingParams(repetition_penalty=1.2))
+    first, second = (row_of(Slice(request, start, 1, samples=True, epoch=0)) for start in (2, 3))
+    assert first.prompt_ids is not None
+    assert first.prompt_ids.tolist() == [3, 7]
+    assert second.prompt_ids is first.prompt_ids

@@ -42,7 +42,7 @@ def _start(tokenizer: Tokenizer, syntax: AnswerSyntax, before: str, has_channels
         return f"start: thought SPACE @answer\n{thinks}"
     if reasoning.is_implicit:
         return f"start: ({opens})? thought SPACE @answer\n{thinks}"
-    return f"start: ({opens} thought)? SPACE @answer\n{thinks}"
+    return f"start: ({opens} thought SPACE)? @answer\n{thinks}"
 
 
 def _until(end: str) -> str:

@@ -19,7 +19,7 @@ ROWS: list[tuple[str, list[str], str, list[str], list[str]]] = [
     ("qwen3", [], "<think>\n", ["hm</think>yes", "</think>\nno", "yes</think>yes"], ["yes", "hm</think> maybe"]),
     ("qwen3", [], "<think>\n\n</think>\n\n", ["yes"], ["hm</think>yes", "<think>hm</think>yes"]),
     ("deepseek_r1", [], "", ["hm</think>yes", "<think>hm</think>yes"], ["yes"]),
-    ("mistral", ["[THINK]", "[/THINK]"], "", ["[THINK]hm[/THINK]yes", "no"], ["[THINK]hm yes"]),
+    ("mistral", ["[THINK]", "[/THINK]"], "", ["[THINK]hm[/THINK]yes", "no"], ["[THINK]hm yes", " yes"]),
     ("granite", [], "", ["yes", "Here is my thought process: x Here is my response: no"], ["Here is my response: yes"]),
     ("gemma4", ["<|channel>", "<channel|>"], "", ["yes", "<|channel>thought\nhm<channel|>no"], ["<|channel>yes"]),
     (

@@ -215,9 +215,13 @@ class HandoffReceiver(RoleAdapter):
             reservation_id = known.reservation_id
         elif not reservation_id and 0 < len(message.request) <= MAX_ID:
             self._remember_cancelled(message.request)
-        is_normal = message.reason == "aborted" or message.reason.startswith("finished: ")
+        is_finished = message.reason.startswith("finished: ")
+        level = logging.DEBUG if is_finished or message.reason == "aborted" else logging.WARNING
         reason = f"the prefill node stopped: {message.reason[:200]}"
-        self._end(self._table.stop(reservation_id), reason, logging.DEBUG if is_normal else logging.WARNING)
+        reservation = self._table.stop(reservation_id)
+        if reservation is not None and is_finished:  # report no failure: it might arrive before the last token
+            self._requests.finish(reservation.request.id, reason)
+        self._end(reservation, reason, level)
         return Ack()
 
     def _remember_cancelled(self, request_id: str) -> None:

@@ -225,6 +225,16 @@ async def test_a_writer_that_missed_the_grant_stops_the_reservation_by_request_i
         assert (await here.receiver.commit(here.commit(reserved))).error == NOT_OPEN
 
 
+async def test_a_request_that_ends_at_its_first_token_is_not_reported_as_failed(tmp_path: Path) -> None:
+    """The prefill node reports the end. A failure, which might arrive first, would make the router retry."""
+    async with bench("tcp", tmp_path) as here:
+        reserved = await here.reserve_and_push()
+        await here.receiver.stop(StopRequest(reserved.reservation_id, "finished: length", "r"))
+        await here.receiver.stop(StopRequest((await here.reserve("s")).reservation_id, "no answer", "s"))
+        await here.empty()
+        assert here.errors() == ["handoff: the prefill node stopped: no answer"]
+
+
 async def test_a_commit_that_is_cancelled_frees_its_blocks(tmp_path: Path) -> None:
     async with bench("tcp", tmp_path) as here:
         reserved = await here.reserve_and_push()

@@ -14,7 +14,7 @@ from router.metrics.request_metrics import RequestMetrics, SampleTimings
 from router.observer import RouterObserver
 from router.text.detokenizer import StopStrings
 from router.text.tokenizer import Tokenizer
-from router.text.tool_parser import AnswerPart
+from router.text.tool_parser import AnswerPart, joined
 from shared.errors import UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
@@ -29,6 +29,7 @@ class TextDelta:
     logprobs: list[Logprobs] = field(default_factory=list)
     is_first: bool = False
     parts: list[AnswerPart] | None = None  # parts of the text; None if the answer is not parsed
+    num_reasoning: int = 0  # number of the tokens that are reasoning
     finish: str | None = None  # "stop" or "length" in the choice's last delta
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
     vector: bytes = b""  # the embedding or the logits of a pooling request, as packed float32
@@ -88,7 +89,7 @@ class OutputProcessor:
     def process(self, delta: TokenDelta) -> TextDelta:
         """Return the text that `delta` adds. A stop string ends the choice, and the tokens after it are dropped."""
         ids = unpack_ids(delta.tokens)
-        added = TextDelta("", is_first=self._is_first, vector=delta.vector)
+        added = TextDelta("", is_first=self._is_first, vector=delta.vector, parts=None if self._parser is None else [])
         self._is_first = False
         last = len(ids) - 1
         for place, token in enumerate(ids):
@@ -98,23 +99,31 @@ class OutputProcessor:
                 added.logprobs.append(delta.logprobs[place])
             if delta.finish == "stop" and place == last and not self._include_stop:
                 continue  # the text does not include a stop token
-            added.text += self._without_stop(self._detokenizer.push((token,)))
+            added.num_reasoning += self._add(added, self._without_stop(self._detokenizer.push((token,))))
             if self._stops.matched is not None:
                 break
         if delta.finish and self._stops.matched is None:
-            added.text += self._without_stop(self._detokenizer.finish())
+            self._add(added, self._without_stop(self._detokenizer.finish()))
         if self._stops.matched is not None:
             added.finish, added.stop_reason = "stop", self._stops.matched
         elif delta.finish:
             added.finish = delta.finish
-            added.text += self._stops.finish()
+            self._add(added, self._stops.finish())
             if delta.finish == "stop" and ids:
                 added.stop_reason = ids[-1]
-        if self._parser is not None:
-            added.parts = self._parser.push(added.text)
-            added.parts += self._parser.finish() if added.finish else []
+        if added.parts is not None and self._parser is not None:
+            added.parts = joined(added.parts + (self._parser.finish() if added.finish else []))
             self.has_calls |= any(part.kind == "call" for part in added.parts)
         return added
+
+    def _add(self, added: TextDelta, text: str) -> bool:
+        """Add the text of a token, and return whether the token is reasoning. Markers of the reasoning are not."""
+        added.text += text
+        if added.parts is None or self._parser is None:
+            return False
+        was_reasoning, parts = self._parser.is_reasoning, self._parser.push(text)
+        added.parts += parts
+        return self._parser.is_reasoning and (was_reasoning or any(part.kind == "reasoning" for part in parts))
 
     def _without_stop(self, text: str) -> str:
         """Return the text up to the first stop string. Text that may be the beginning of a stop string is held back.

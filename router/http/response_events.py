@@ -73,12 +73,10 @@ class ResponseEvents:
     def add(self, delta: TextDelta, cached_tokens: int) -> list[Event]:
         """Return the events for a delta. `cached_tokens` is the length of the cached prefix of the prompt."""
         events: list[Event] = []
-        parts = delta.all_parts()
         self._pending += delta.logprobs
         self._num_generated += len(delta.tokens)
-        thoughts, others = (sum(len(p.text) for p in parts if (p.kind == "reasoning") is so) for so in (True, False))
-        self._num_reasoning += round(len(delta.tokens) * thoughts / max(1, thoughts + others))
-        for part in parts:
+        self._num_reasoning += delta.num_reasoning
+        for part in delta.all_parts():
             events += self._part(part)
         if delta.finish is not None:
             if not self.response["output"]:

@@ -46,6 +46,17 @@ class AnswerPart:
     call: int = -1
 
 
+def joined(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
+    """Join adjacent pieces of content, of reasoning, and of the arguments of one call."""
+    found: list[AnswerPart] = []
+    for part in parts:
+        if found and (part.kind, part.call) == (found[-1].kind, found[-1].call) and part.kind != "call":
+            found[-1].text += part.text
+        else:
+            found.append(part)
+    return found
+
+
 class SyntaxBrokenError(Exception):
     """The text does not continue as the syntax requires."""
 
@@ -101,6 +112,11 @@ class AnswerParser:
         self._has_content = False
         self._reader = self._answer()
         next(self._reader)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside the reasoning."""
+        return self._kind == "reasoning"
 
     def push(self, text: str) -> list[AnswerPart]:
         start = self._at if self._kept is None else self._kept

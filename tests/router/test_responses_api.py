@@ -40,7 +40,7 @@ async def test_a_response_has_reasoning_text_and_calls_whole_and_streamed(client
     assert summary(response) == (SAID, [THOUGHT], BOTH)
     assert (response.status, response.usage.input_tokens_details.cached_tokens) == ("completed", 3)
     assert response.usage.output_tokens == len(dispatcher.script(None, 0))
-    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    assert response.usage.output_tokens_details.reasoning_tokens == len(hermes.encode(f"\n{THOUGHT}\n"))
     async with openai_client.responses.stream(**fields) as stream:
         events = [event async for event in stream]
         streamed = await stream.get_final_response()

@@ -169,10 +169,6 @@ class Attempt:
         self.sample = sample
         self.id = f"{self.request.id}.{sample.index}.{number}"
         self.is_first = number == 0 and sample.index == 0  # the first attempt of the whole request
-        # Whether the attempt may run on the node that has the prompt's KV. A retry of a request with images may not:
-        # that node has no pixels of the images, so it could not recompute KV that it has lost.
-        self.may_use_sibling = sample.index > 0 and (number == 0 or not admitted.request.media)
-        self.is_sibling = False
         self.prefill: NodeConnection | None = None
         self.decode: NodeConnection | None = None
         self._admitted = admitted

@@ -240,13 +240,12 @@ class Dispatcher:
         request = attempt.request
         sibling = admitted.kv_node
         if (
-            attempt.may_use_sibling
+            attempt.sample.index
             and sibling in self._pool.routable()[1]
             and sibling.info.id not in failover.avoid
             and not needs_peer(sibling.info)
         ):
             self._record_placement(attempt, Placement(None, sibling.info.id, "sibling"))
-            attempt.is_sibling = True
             attempt.begin(None, sibling, 0)  # this node already has the prompt's KV
             return
 
@@ -316,11 +315,10 @@ class Dispatcher:
             grammar=request.grammar,
             speculative=request.speculative,
             adapter=request.adapter,
+            # A node with the prompt's KV gets the pixels too: it may have to recompute an image, for example if the
+            # image ends in a block that is not full.
             media=[
-                replace(one, pixels=b"")
-                if attempt.is_sibling
-                else replace(one, encoder=self._pool.encoder_address(prefill or decode, one.digest))
-                for one in request.media
+                replace(one, encoder=self._pool.encoder_address(prefill or decode, one.digest)) for one in request.media
             ],
         )
         failpoints.reach("router.placed", attempt.id)

@@ -1,7 +1,7 @@
 """A real dispatcher and a real node pool. The nodes are simulated by the test, and have no network streams."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from router.nodes.pool import NodePool
 from router.observer import RouterObserver
 from shared.registry import EmbeddedRegistry
 from shared.rpc.messages import (
+    Media,
     NodeInfo,
     NodeStats,
     NodeUpdate,
@@ -194,6 +195,7 @@ class Stage:
         tenant: str = "",
         priority: int = 0,
         slowly: bool = False,
+        media: Sequence[Media] = (),
         **sampling: Any,
     ) -> Reader:
         request = GenerationRequest(
@@ -205,6 +207,7 @@ class Stage:
             deadline=deadline,
             tenant=tenant,
             priority=priority,
+            media=media,
         )
         reader = Reader(self.dispatch, request, slowly=slowly)
         await reader.admitted()

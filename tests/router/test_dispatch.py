@@ -18,7 +18,7 @@ from router.nodes import load as load_module
 from scheduler.cost import CostModel
 from scheduler.prefix import block_hashes
 from shared.errors import RequestError, UnavailableError
-from shared.rpc.messages import Logprobs, NodeStats, SamplingParams, TokenDelta, pack_ids, unpack_ids
+from shared.rpc.messages import Logprobs, Media, NodeStats, SamplingParams, TokenDelta, pack_ids, unpack_ids
 from tests.router.simulated import (
     ANSWER,
     PROMPT,
@@ -357,6 +357,20 @@ async def test_further_samples_start_on_the_node_that_has_the_prompts_kv() -> No
     pieces = await collect(run)
     assert [tokens_of(pieces, index) for index in range(3)] == [ANSWER] * 3
     assert here.counts()["finished"] == 3
+    here.check_over()
+
+
+async def test_further_samples_get_the_pixels_of_images_that_the_cached_kv_may_not_cover() -> None:
+    here = stage("p0 d0 d1")
+    run = await here.submit(n=2, media=[Media(0, 1, 3, b"digest", 1, 3, bytes(9))])
+    here.p0.send(token("r.0.0", 0))
+    _, home, _ = here.attempt(0)
+    home.send(TokenDelta("r.0.0", 1, handed_off=True))
+    await settle()
+    node, _, submit = here.attempt(0, 1)
+    assert (node, [(one.pixels, one.encoder) for one in submit.media]) == (home, [(bytes(9), here.p0.info.address)])
+    home.send(*generated("r.0.0", 1), *generated("r.1.0"))
+    await collect(run)
     here.check_over()
 
 

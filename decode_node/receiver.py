@@ -103,12 +103,13 @@ class HandoffReceiver(RoleAdapter):
         try:
             async with asyncio.timeout(self._reserve_timeout_s):
                 await blocks_found
-        except (TimeoutError, asyncio.CancelledError):  # a timeout, an abort, or the prefill node disconnected
+        except (TimeoutError, asyncio.CancelledError) as error:
             self._requests.abort(request.id)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # the prefill node disconnected, which cancelled this task
-            return ReserveReply(error=f"no free blocks within {self._reserve_timeout_s:g} s")
+            late = f"no free blocks within {self._reserve_timeout_s:g} s"
+            return ReserveReply(error=late if isinstance(error, TimeoutError) else "the request was aborted")
         finally:
             del self._waiting[request.id]
         if request.id not in self._requests:  # it was aborted in the meantime, which released its blocks

@@ -216,7 +216,7 @@ async def test_a_writer_that_missed_the_grant_stops_the_reservation_by_request_i
         waits = asyncio.ensure_future(here.reserve("waits"))
         assert await wait_until(lambda: "waits" in here.node.requests, 5.0)
         await here.receiver.stop(StopRequest(b"", "no answer", "waits"))
-        assert (await waits).error
+        assert (await waits).error == "the request was aborted"
         await here.receiver.stop(StopRequest(b"", "no answer", "unknown"))
         assert here.scheduler.ledger().reserved == 5
         await here.receiver.stop(StopRequest(b"", "no answer", "r"))

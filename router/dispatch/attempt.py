@@ -279,7 +279,9 @@ class Attempt:
                 self.end(_failure(connection, delta))
             return  # ignore this error: the prefill node's handoff succeeded, but the node did not receive the reply
         assert self._charge is not None
-        if not self._charge.is_prompt_computed and (self._handed_off or self.prefill is None or delta.finish):
+        # The logprobs of a prompt's first chunks arrive before the prompt is computed.
+        has_token = bool(delta.finish) or (self.prefill is None and bool(delta.tokens))
+        if not self._charge.is_prompt_computed and (self._handed_off or has_token):
             self._prompt_computed(self._charge)
             if self.sample.index == 0:
                 if self._handed_off or self.prefill is None:

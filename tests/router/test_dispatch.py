@@ -360,6 +360,26 @@ async def test_further_samples_start_on_the_node_that_has_the_prompts_kv() -> No
     here.check_over()
 
 
+async def test_logprobs_of_a_part_of_the_prompt_do_not_start_further_samples() -> None:
+    here = stage("d0 d1")
+    run = await here.submit(n=2, prompt_logprobs=0)
+    home, _, first = here.attempt(0)
+    for start in (1, 5):
+        scores = [Logprobs(token, -1.0, 1, [], []) for token in PROMPT[start : start + 4]]
+        home.send(TokenDelta(first.id, 0, prompt_logprobs=scores))
+        await settle()
+        assert len(here.sent()) == 1
+        assert (home.load.outstanding_tokens, here.queue.pending_prefill_tokens) == (len(PROMPT), len(PROMPT))
+    home.send(token(first.id, 0))
+    await settle()
+    assert here.attempt(0, 1)[0] is home
+    assert (home.load.outstanding_tokens, here.queue.pending_prefill_tokens) == (len(PROMPT), 0)
+    home.send(*generated("r.0.0", 1), *generated("r.1.0"))
+    pieces = await collect(run)
+    assert [entry.token for entry in pieces[0].delta.prompt_logprobs] == PROMPT[1:]
+    here.check_over()
+
+
 async def test_further_samples_get_the_pixels_of_images_that_the_cached_kv_may_not_cover() -> None:
     here = stage("p0 d0 d1")
     run = await here.submit(n=2, media=[Media(0, 1, 3, b"digest", 1, 3, bytes(9))])

@@ -246,7 +246,7 @@ class Dispatcher:
             and not needs_peer(sibling.info)
         ):
             self._record_placement(attempt, Placement(None, sibling.info.id, "sibling"))
-            attempt.begin(None, sibling, 0)  # this node already has the prompt's KV
+            attempt.begin(None, sibling, _cached_tokens(request, sibling))
             return
 
         has_tokens = any(each.tokens for each in admitted.samples)  # all tokens must come from the same version
@@ -359,6 +359,13 @@ class Dispatcher:
                     await self._pool.change()
                 return True
         return False
+
+
+def _cached_tokens(request: GenerationRequest, node: NodeConnection) -> int:
+    """Return how many tokens of the prompt are in the prefix cache of a node that has the prompt's KV. The cache keeps
+    only full blocks."""
+    size, caches = node.info.block_tokens, node.info.attributes.get("prefix_caching") != "false"
+    return (len(request.prompt) - 1) // size * size if caches else 0
 
 
 def _outcome(error: Exception, request: GenerationRequest) -> str:

@@ -263,6 +263,7 @@ class Dispatcher:
                 request.adapter,
                 request.version if has_tokens else ANY_VERSION,
                 spans,
+                len(request.prompt) + request.max_tokens,
             )
 
         candidate = await self._wait_for(choose, WAIT_UNDER_WAY_S)

@@ -75,6 +75,9 @@ class RoutableNodes(Generic[Routable]):
         self.is_paired = any(needs_peer(node.info) for node in (*prefill, *decode))
         self._by_name = {node.info.id: node for node in (*prefill, *decode)}
         self.missing_role = "" if (prefill and decode) or not self.is_paired else "decode" if prefill else "prefill"
+        # The length of the longest request that every node holds, and of the longest that any generating node holds.
+        self.least_kv_tokens = min((kv_capacity_tokens(node.info) for node in (*prefill, *decode)), default=0)
+        self.most_kv_tokens = max((kv_capacity_tokens(node.info) for node in decode or prefill), default=0)
         self._has_shared_pools = any(node.info.shared_pool_owner for node in prefill)
 
     def __contains__(self, node: Routable) -> bool:
@@ -129,5 +132,6 @@ class RoutableNodes(Generic[Routable]):
         """Return the nodes that a decision considers: a few nodes, and the node with the longest cached prefix."""
         known = (self._by_name[name] for name in matches if name in self._by_name)
         role = nodes[0].info.role if nodes else ""
-        prefix_match = next((node for node in known if node.info.role == role), None)
+        is_whole = nodes is self.prefill or nodes is self.decode
+        prefix_match = next((node for node in known if node.info.role == role and (is_whole or node in nodes)), None)
         return [node.view() for node in candidates(identity, nodes, prefix_match)]

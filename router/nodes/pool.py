@@ -15,7 +15,7 @@ from typing import Any
 from router.nodes.connection import ANY_VERSION, LIVENESS_INTERVALS, ModelVersion, NodeConnection
 from router.nodes.health import OutlierDetector
 from router.nodes.journal import NodeJournal
-from router.nodes.load import step_tokens
+from router.nodes.load import kv_capacity_tokens, step_tokens
 from router.nodes.placement import BACKLOG_STEPS, PlacementCandidate, PoolCapacity, RoutableNodes, capacity_of
 from router.observer import RouterObserver
 from scheduler.placement import PrefixIndex
@@ -322,13 +322,15 @@ class NodePool:
         adapter: str = "",
         version: ModelVersion = ANY_VERSION,
         media: Sequence[MediaSpan] = (),
+        max_len: int = 0,
     ) -> PlacementCandidate | None:
         """Choose the nodes for a sequence of tokens, or return None if no node is routable.
 
         Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
         it is routable, because it has the KV of the prefix. If `adapter` is given, only nodes with this adapter are
         chosen. If `version` is given, only nodes with the same revision of the model are chosen, and nodes with the
-        same build are preferred.
+        same build are preferred. Nodes whose KV pool is too small are chosen only if no other node can generate:
+        `max_len` is the number of tokens of the prompt and the answer, and a prefill node holds only `row`.
 
         Nodes with different fingerprints do not exchange KV, so one fingerprint is chosen first. If `prefix_node` is
         routable, its fingerprint is chosen. Otherwise, the fingerprint is drawn at random, in proportion to the number
@@ -339,8 +341,9 @@ class NodePool:
         if version.revision:
             groups = [each for each in groups if _version(each).revision == version.revision]
         same_build = [each for each in groups if version.build and _version(each).build == version.build]
-        allowed = self._eligible(same_build, avoid, prefix_node, adapter, only_others=True)
-        allowed = allowed or self._eligible(groups, avoid, prefix_node, adapter)
+        sizes = len(row), max_len
+        allowed = self._eligible(same_build, avoid, prefix_node, adapter, sizes, only_others=True)
+        allowed = allowed or self._eligible(groups, avoid, prefix_node, adapter, sizes)
         if not allowed:
             return None
         group, prefill, decode = _drawn(identity, allowed)
@@ -366,6 +369,7 @@ class NodePool:
         avoid: Container[str],
         prefix_node: str,
         adapter: str,
+        sizes: tuple[int, int],
         *,
         only_others: bool = False,
     ) -> list[Allowed]:
@@ -373,7 +377,8 @@ class NodePool:
 
         Some groups can generate only on nodes in `avoid`. They are returned only if there are no other groups and
         `only_others` is not set."""
-        allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter)) for each in _generating(groups)]
+        groups = [each for each in groups if each.most_kv_tokens >= sizes[1]] or groups
+        allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter, sizes)) for each in _generating(groups)]
         allowed = [each for each in allowed if each[1] or each[2]]
         others = [each for each in allowed if any(node.info.id not in avoid for node in each[2] or each[1])]
         if prefix_node:
@@ -381,7 +386,12 @@ class NodePool:
         return others if only_others else others or allowed
 
     def _allowed(
-        self, group: RoutableNodes[NodeConnection], avoid: Container[str], prefix_node: str, adapter: str
+        self,
+        group: RoutableNodes[NodeConnection],
+        avoid: Container[str],
+        prefix_node: str,
+        adapter: str,
+        sizes: tuple[int, int],
     ) -> tuple[list[NodeConnection], list[NodeConnection]]:
         """Return the group's prefill and decode nodes that `choose` may choose."""
         prefill, decode = group.prefill, group.decode
@@ -389,10 +399,16 @@ class NodePool:
             prefill, decode = (
                 [each for each in pool if adapter in each.info.adapters.values()] for pool in (prefill, decode)
             )
+        # Leave `prefill` empty only if decode nodes can also compute prompts.
+        may_lack_prefill = bool(decode) and not group.is_paired
+        if max(sizes) > group.least_kv_tokens:
+            computed, generated = sizes if decode else (sizes[1], 0)
+            large = [each for each in prefill if kv_capacity_tokens(each.info) >= computed]
+            prefill = large if may_lack_prefill else large or prefill
+            decode = [each for each in decode if kv_capacity_tokens(each.info) >= generated] or decode
         if avoid:
             preferred = [each for each in prefill if each.info.id not in avoid]
-            # Leave `prefill` empty only if decode nodes can also compute prompts.
-            prefill = preferred if decode and not group.is_paired else preferred or prefill
+            prefill = preferred if may_lack_prefill else preferred or prefill
             decode = [each for each in decode if each.info.id not in avoid] or decode
         if (now := time.monotonic()) < self._ramps_until:
             prefill, decode = ([each for each in pool if _has_room(each, now)] or pool for pool in (prefill, decode))

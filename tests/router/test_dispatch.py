@@ -500,6 +500,41 @@ async def test_placement_follows_the_mode_or_the_prediction_and_fails_over_in_ea
     here.check_over()
 
 
+@pytest.mark.parametrize(
+    ("small", "max_tokens", "nodes"),
+    [
+        ("p0", 4, ("p1", "d0")),
+        ("p0 p1", 4, ("d0", "d0")),  # the prefill nodes cannot hold the prompt
+        ("d0", 4, ("p0", "d1")),
+        ("p0 p1 d0", 1, ("d1", "d1")),
+        ("p0 d0 d1", 4, ("p1", "d0")),  # no node has room for the answer either, so the nodes decide
+    ],
+)
+async def test_a_request_goes_to_nodes_whose_kv_pools_can_hold_it(
+    small: str, max_tokens: int, nodes: tuple[str, str]
+) -> None:
+    here = stage("p0 p1 d0 d1", disaggregate="always")
+    for name in small.split():
+        here.nodes[name].info.num_blocks = 3  # 2 blocks of 4 tokens; the prompt has 9
+    here.fleet.notify()
+    candidate = here.fleet.choose("r", array("i", PROMPT), b"", (), "always", max_len=len(PROMPT) + max_tokens)
+    assert candidate is not None
+    assert (candidate.placement.prefill or candidate.placement.decode, candidate.placement.decode) == nodes
+
+
+async def test_a_cached_prefix_on_a_small_node_does_not_attract_a_request_that_it_cannot_hold() -> None:
+    here = stage(" ".join(f"d{number}" for number in range(20)))
+    here.d7.info.num_blocks = 3
+    here.fleet.notify()
+    here.fleet.prefixes.record(block_hashes(array("i", PROMPT), 4, b""), "d7")
+    run = await here.submit()
+    (name, submit) = here.sent()[0]
+    assert name != "d7"
+    here.nodes[name].send(*generated(submit.id))
+    await collect(run)
+    here.check_over()
+
+
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
 async def test_nodes_that_cannot_work_alone_are_placed_in_pairs(mode: str) -> None:
     """SGLang servers cannot work alone: a decode server computes no prompt, even for a second sample or a retry."""

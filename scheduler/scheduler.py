@@ -35,6 +35,7 @@ class StepLimits:
     tile_tokens: int = 1  # a chunk ends at a multiple of this number, unless the chunk would then be empty
 
 
+MAX_ENDED = 64  # the queue keeps up to this many ended requests, plus one for each request that waits
 AUDIT_STEPS = 64  # steps between two checks of the ledger against all requests; a cheaper check follows every step
 
 
@@ -802,6 +803,9 @@ class Scheduler:
         step.num_preempted += 1
 
     def _wait(self, request: Request) -> None:
+        if len(self._waiting) > MAX_ENDED + 2 * self.num_waiting:
+            self._waiting = [entry for entry in self._waiting if entry[2].state is RequestState.WAITING]
+            heapq.heapify(self._waiting)
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
         self.num_waiting += 1
 

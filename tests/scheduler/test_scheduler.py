@@ -1,6 +1,7 @@
 """Test the scheduler's guarantees under random traffic, without a device."""
 
 import random
+import sys
 from itertools import product
 
 import pytest
@@ -102,6 +103,21 @@ def test_a_prompt_is_computed_once_and_its_prefix_is_shared_within_its_salt_only
         driver.finish()
         assert arrival.num_cached == cached
     assert (scheduler.counters.cache_queries, scheduler.counters.cache_hits) == (63, 20)
+
+
+def test_requests_that_are_aborted_behind_waiting_requests_are_not_kept() -> None:
+    driver = Driver(scheduler := Scheduler(StepLimits(max_num_seqs=1), 300, 4))
+    for name in ("running", "waiting"):
+        scheduler.add(request(name, [5], 500))
+        driver.iterate()
+    sampling = object()
+    for index in range(400):
+        scheduler.add(late := request(f"late {index}", [5], 9, priority=1, sampling=sampling))
+        scheduler.abort(late)
+        driver.iterate()
+    assert scheduler.num_waiting == 1
+    assert sys.getrefcount(sampling) < 100
+    driver.finish()
 
 
 def test_a_request_changes_its_state_only_in_legal_ways() -> None:

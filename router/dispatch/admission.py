@@ -153,7 +153,7 @@ class AdmissionQueue:
 
     def enqueue(self, request: "GenerationRequest") -> QueueEntry:
         """Create an entry for the request, offer it to the queue, and return it. The entry is then granted or waiting.
-        Raises AdmissionRefusedError in the same cases as `offer`."""
+        Raises AdmissionRefusedError in the same cases as `offer`, unless another router has accepted the request."""
         now = time.monotonic()
         entry = self.entry(
             len(request.prompt),
@@ -164,7 +164,9 @@ class AdmissionQueue:
             num_samples=request.n,
             deadline=inf if request.deadline is None else request.deadline,
         )
-        self.offer(entry, now)
+        if request.is_accepted:
+            entry.expires = entry.deadline
+        self.offer(entry, now, may_refuse=not request.is_accepted)
         return entry
 
     def entry(
@@ -194,21 +196,22 @@ class AdmissionQueue:
         if entry.is_granted:
             return
         try:
-            async with asyncio.timeout(entry.expires - time.monotonic()):
+            async with asyncio.timeout(entry.expires - time.monotonic() if entry.expires < inf else None):
                 await entry.granted.wait()
         except TimeoutError:
             if entry.expires >= entry.deadline:
                 raise deadline_error() from None
             raise UnavailableError("The request waited too long in the queue.", 2.0, code="queue_timeout") from None
 
-    def offer(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """Grant the entry or queue it. Raises AdmissionRefusedError if the entry's predicted wait is too long, or if
-        the queue is full."""
+    def offer(self, entry: QueueEntry, now: float, *, may_refuse: bool = True) -> list[QueueEntry]:
+        """Grant the entry or queue it. If `may_refuse` is set, raises AdmissionRefusedError if the entry's predicted
+        wait is too long, or if the queue is full."""
         if not self._levels and self._fits(entry):
             self._grant(entry, now)
             return [entry]
         self._throughput.pass_time(now, bool(self._levels))
-        self._check(entry, now)
+        if may_refuse:
+            self._check(entry, now)
         level = self._levels.setdefault(entry.priority, PriorityLevel())
         level.queues.setdefault(entry.tenant, deque()).append(entry)
         level.tokens[entry.tenant] = level.tokens.get(entry.tenant, 0) + entry.cost

@@ -115,7 +115,8 @@ class Dispatcher:
             late_s = inf if request.deadline is None else request.deadline - time.monotonic()
             if late_s <= 0:
                 raise deadline_error()
-            await self._wait_for(lambda: self.ready() or None, min(WAIT_NEW_S, late_s))
+            wait_s = WAIT_UNDER_WAY_S if request.is_accepted else WAIT_NEW_S
+            await self._wait_for(lambda: self.ready() or None, min(wait_s, late_s))
             self._check_fits(request)
             self._check_adapter(request)
             self.arrivals.add("prompt", len(request.prompt))
@@ -274,7 +275,8 @@ class Dispatcher:
         if request.sampling.pooling and prefill is not None and not prefill.info.shared_pool_owner:
             decode, prefill = prefill, None  # a vector needs no decoding, so the prefill node runs the whole request
         if attempt.is_first:
-            self._rules.check_slo(placement, is_stale=(prefill or decode).load.is_stale)
+            if not request.is_accepted:
+                self._rules.check_slo(placement, is_stale=(prefill or decode).load.is_stale)
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
             self.arrivals.add("cached", candidate.cached_tokens)
         self._record_placement(attempt, placement)

@@ -66,6 +66,7 @@ class GenerationRequest:
     grammar: str = ""  # the answers match this grammar (see `shared.grammar`)
     media: Sequence[Media] = ()  # images of the prompt, in order
     generated: tuple[int, ...] = ()  # tokens of sample 0 that another router has already generated
+    is_accepted: bool = False  # another router has accepted the request, so it waits where a new one would be refused
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
     nodes: tuple[str | None, str | None] = (None, None)  # ids of the prefill and decode node of sample 0's last attempt

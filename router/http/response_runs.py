@@ -263,7 +263,7 @@ class ResponseRuns:
         chat.seed = stored.seed
         identity = Identity(stored.tenant, stored.is_admin)
         (request,) = await self._models.of(chat.model).build(chat, run_id, identity)
-        request.prompt, request.max_tokens = unpack_ids(stored.prompt), stored.max_tokens
+        request.prompt, request.max_tokens, request.is_accepted = unpack_ids(stored.prompt), stored.max_tokens, True
         request.generated = tuple(token for delta in known for token in unpack_ids(delta.tokens))
         request.version = next((ModelVersion(*each.version) for each in reversed(known) if each.version), ANY_VERSION)
         log.info("took over response %s after %d tokens", response_id, len(request.generated))

@@ -17,16 +17,20 @@ from hypothesis import strategies as st
 
 from router.__main__ import listen
 from router.dispatch import attempt as attempt_module
+from router.dispatch import dispatcher as dispatch_module
 from router.dispatch.admission import AdmissionQueue, AdmissionRefusedError, QueueEntry
+from router.dispatch.requests import GenerationRequest
 from router.nodes.placement import PoolCapacity
+from scheduler.cost import CostModel
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until
-from shared.rpc.messages import TokenDelta, pack_ids, unpack_ids
+from shared.rpc.messages import NodeStats, SamplingParams, TokenDelta, pack_ids, unpack_ids
 from tests.router.simulated import (
     ANSWER,
     PROMPT,
     Piece,
+    Reader,
     Stage,
     collect,
     generated,
@@ -312,6 +316,29 @@ async def test_a_rejection_is_immediate_and_has_a_retry_time() -> None:
     assert here.counts()["refused"] == 2
     for run in runs:
         await run.close()
+    here.check_over()
+
+
+async def test_a_request_that_another_router_accepted_waits_where_a_new_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch_module, "WAIT_NEW_S", 0.02)
+    here = crowded(max_queued_tokens=1, max_queue_s=0.02, ttft_slo_s=0.5)
+    runs = await fill(here)
+    request = GenerationRequest("r", PROMPT, len(ANSWER), SamplingParams(), generated=(ANSWER[0],), is_accepted=True)
+    run = Reader(here.dispatch, request)
+    await asyncio.sleep(0.1)
+    assert here.queue.queued_requests == 1
+    here.d0.die()
+    other = Reader(here.dispatch, replace(request, id="other"))
+    await asyncio.sleep(0.1)
+    here.d0.revive()
+    here.d0.report(NodeStats(cost=CostModel(overhead=9.0).packed(), prompt_tokens=100_000))
+    for held in runs:
+        await held.close()
+    await settle()
+    here.d0.send(*generated("r.0.0", 1), *generated("other.0.0", 1))
+    assert [tokens_of(await collect(reader)) for reader in (run, other)] == [ANSWER[1:], ANSWER[1:]]
     here.check_over()
 
 

@@ -314,6 +314,7 @@ async def test_another_router_takes_over_and_the_first_cannot_add_anything(clien
     assert events[-1].response.output_text == text
     continued = taker.answers[0]
     assert len(continued.request.generated) == 4
+    assert continued.request.is_accepted, "it is not refused by an overloaded router"
     assert continued.request.version == ModelVersion("weights", "build"), "on nodes of the same version"
     assert continued.request.sampling.seed == dispatcher.answers[0].request.sampling.seed
     assert continued.request.id != dispatcher.answers[0].request.id

@@ -214,7 +214,7 @@ def _on_ray(run: Callable[[Any], int]) -> int:
     try:
         import cluster.ray
     except ModuleNotFoundError as error:
-        print(f"baton ray: {error}; install it with `pip install 'baton-serve[ray]'`", file=sys.stderr)
+        print(f"baton ray: {error}; in the repository, run pip install '.[ray]'", file=sys.stderr)
         return 1
     return cluster.ray.connected(lambda: run(cluster.ray))
 

@@ -32,7 +32,7 @@ def use_images(runner: Runner, path: Path, config: ModelConfig, max_step_tokens:
         with stage("loading the vision module", "take a smaller model"):
             encoder = VisionEncoder(path, rules)
     except ImportError as error:
-        log.warning("requests with images are refused (%s): pip install 'baton-serve[models]'", error)
+        log.warning("requests with images are refused (%s): in the repository, run pip install '.[models]'", error)
         return None
     except ValueError as error:
         log.warning("requests with images are refused: %s", error)

@@ -72,7 +72,7 @@ def resolve(model: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ValueError(
-            f"model {model!r} is not a local directory; to download it, first run: pip install 'baton-serve[hub]'"
+            f"model {model!r} is not a local directory; to download it, run in the repository: pip install '.[hub]'"
         ) from None
     try:
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))

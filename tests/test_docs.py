@@ -44,6 +44,13 @@ def test_what_a_page_names_exists(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links {target}"
 
 
+def test_extras_are_installed_from_the_repository() -> None:
+    """Baton is not on a package index, and another package could take its name there."""
+    sources = [*PAGES, ROOT / "CHANGELOG.md", *(file for file in ROOT.glob("*/**/*.py") if ".venv" not in file.parts)]
+    wrong = [str(file) for file in sources if re.search(r"pip install ['\"]?baton[-_]", file.read_text())]
+    assert not wrong
+
+
 def drawn(title: str, legal: dict[States, frozenset[States]]) -> str:
     lines = [
         f"{title:13}{state.value:14}→ {', '.join(sorted(s.value for s in after))}"

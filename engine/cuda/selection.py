@@ -26,8 +26,8 @@ FLOAT8_CAPABILITY = (8, 9)
 MAX_HEAD_DIM = 256  # largest head size that the Triton kernels support
 BLOCK_TOKENS = 64  # tokens per KV block on a GPU; with 64 tokens, the keys and values of one head take 32 KiB
 NO_FLASH_ATTN = (
-    "--attention-backend flash_attn: no flash-attn package for this GPU is installed: pip install baton-serve[gpu], or "
-    "use auto"
+    "--attention-backend flash_attn: no flash-attn package for this GPU is installed: in the repository, run "
+    "pip install '.[gpu]', or use auto"
 )
 
 

@@ -17,7 +17,7 @@ from shared.config_reader import ConfigReader
 from shared.model_files import read_object
 
 OLDEST = (5, 20)
-INSTALL = 'install it with: pip install "baton-serve[models]"'
+INSTALL = "in the repository, run: pip install '.[models]'"
 UNKNOWN = "transformers {} has no decoder of this name"
 # Layers that choose the tokens to which they attend. They are refused, because the check cannot test this choice:
 # the prompts of the check are so short that a layer may choose all tokens.

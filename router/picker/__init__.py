@@ -1,1 +1,1 @@
-"""The endpoint picker. It chooses routers for an Envoy gateway. It needs `baton-serve[picker]`."""
+"""The endpoint picker. It chooses routers for an Envoy gateway. It needs the extra `picker`."""

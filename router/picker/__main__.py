@@ -20,7 +20,7 @@ def main(settings: PickerSettings, resolve: Resolver | None = None) -> int:
 
         return run(lambda lifetime: serve(lifetime, settings, resolve))
     except ModuleNotFoundError as error:
-        print(f'picker: {error}: pip install "baton-serve[picker]"', file=sys.stderr)
+        print(f"picker: {error}: in the repository, run pip install '.[picker]'", file=sys.stderr)
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
         print(f"picker: cannot listen on {where}: {error.strerror or error}; choose another --port", file=sys.stderr)

@@ -214,7 +214,7 @@ def test_a_requested_flash_attn_that_cannot_be_loaded_is_reported_in_one_line(
 
 @pytest.mark.skipif(bool(installed()), reason="flash-attn is installed")
 def test_without_any_package_the_error_says_how_to_get_one() -> None:
-    with pytest.raises(ValueError, match=r"pip install baton-serve\[gpu\], or use auto"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[gpu\]', or use auto"):
         attention_on_cuda("flash_attn", pool_of(64), triton=False)
     assert attention_on_cuda("auto", pool_of(64), triton=False).name == "torch"
 

@@ -424,7 +424,7 @@ def test_the_error_for_a_hub_id_names_the_missing_package_or_the_failed_download
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match="first run: pip install"):
+    with pytest.raises(ValueError, match=r"in the repository: pip install '\.\[hub\]'"):
         resolve("owner/name")
     monkeypatch.undo()
     constants = pytest.importorskip("huggingface_hub.constants")

@@ -90,14 +90,14 @@ def test_without_the_extra_the_picker_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "router.picker.server", None)
     assert main(PickerSettings(routers="routers:8000")) == 2
-    assert 'pip install "baton-serve[picker]"' in capsys.readouterr().err
+    assert "pip install '.[picker]'" in capsys.readouterr().err
 
 
 # ---- the protocol ----------------------------------------------------------------------------------------------------
 
 needs_protos = pytest.mark.skipif(
     importlib.util.find_spec("google") is None or importlib.util.find_spec("envoy") is None,
-    reason="no xds-protos: pip install 'baton-serve[picker]'",
+    reason="no xds-protos: pip install '.[picker]'",
 )
 SUBSET = {"envoy.lb.subset_hint": {"x-gateway-destination-endpoint-subset": ["10.0.0.9:1"]}}
 

@@ -46,13 +46,20 @@ def fails_with_1(command: str, run: Callable[[], int]) -> int:
 
 @contextmanager
 def request(
-    method: str, url: str, path: str, api_key: str, timeout_s: float | None = TIMEOUT_S, body: Document | None = None
+    method: str,
+    url: str,
+    path: str,
+    api_key: str,
+    timeout_s: float | None = TIMEOUT_S,
+    body: Document | None = None,
+    on_sending: Callable[[httpx.Request], None] = lambda _: None,
 ) -> Iterator[httpx.Response]:
     """Send a request and yield the streamed response. Raises UnreachableError on failure or an error response."""
+    limits = httpx.Timeout(timeout_s, connect=TIMEOUT_S)
     try:
         # Ignore the environment's proxy settings, because the default URL is on this machine.
         client = httpx.Client(
-            timeout=httpx.Timeout(timeout_s, connect=TIMEOUT_S), trust_env=False, headers=bearer(api_key)
+            timeout=limits, trust_env=False, headers=bearer(api_key), event_hooks={"request": [on_sending]}
         )
         with client, client.stream(method, url.rstrip("/") + path, json=body) as response:
             if response.is_error:
@@ -303,8 +310,13 @@ def _answer(url: str, api_key: str, fields: Document) -> str:
     """
     body = {name: value for name, value in fields.items() if value is not None}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    text, num_tokens, started, ttft_s, total_s = "", 0, time.monotonic(), 0.0, 0.0
-    with request("POST", url, "/v1/chat/completions", api_key, ANSWER_S, body) as response:
+    text, num_tokens, ttft_s, total_s = "", 0, 0.0, 0.0
+    sent: list[float] = []  # without the time to make a client, which can take longer than the first token
+
+    def on_sending(_: httpx.Request) -> None:
+        sent.append(time.monotonic())
+
+    with request("POST", url, "/v1/chat/completions", api_key, ANSWER_S, body, on_sending) as response:
         for line in response.iter_lines():
             if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
                 continue
@@ -315,7 +327,7 @@ def _answer(url: str, api_key: str, fields: Document) -> str:
             delta = (event["choices"] or [{}])[0].get("delta") or {}
             for part, place in ((delta.get("reasoning_content"), sys.stderr), (delta.get("content"), sys.stdout)):
                 if part:
-                    total_s = time.monotonic() - started
+                    total_s = time.monotonic() - sent[0]
                     ttft_s = ttft_s or total_s
                     text += part if place is sys.stdout else ""
                     print(part, end="", flush=True, file=place)

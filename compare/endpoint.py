@@ -106,7 +106,8 @@ class Endpoint:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EndpointError(f"nothing answers at {self.url}: {error or type(error).__name__}") from None
         if answer.is_error:
-            raise EndpointError(f"{answer.url} answers with status {answer.status_code}: {answer.text[:200]}")
+            fix = "; check --api-key and BATON_API_KEY" if answer.status_code == 401 else ""
+            raise EndpointError(f"{answer.url} answers with status {answer.status_code}: {answer.text[:200]}{fix}")
         return answer
 
 

@@ -130,14 +130,17 @@ class LoraAdapter:
 
 
 def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
-    """Return the adapters of --lora-modules. Raises ValueError, with the flag or the file, if an adapter is invalid."""
+    """Return the adapters of --lora-modules. Raises ValueError, with the flag, if an adapter is invalid."""
     found: dict[str, LoraAdapter] = {}
     for given in options.lora_modules:
         name, _, directory = given.partition("=")
         if not name or not directory or name in found:
             raise ValueError(f"--lora-modules {given[:100]}: must be name=directory, with a name that occurs once")
         path = Path(expanduser(directory))  # unlike Path.expanduser, it accepts a user who does not exist
-        found[name] = LoraAdapter(name, lora_digest(path), path)
+        try:
+            found[name] = LoraAdapter(name, lora_digest(path), path)
+        except ValueError as error:
+            raise ValueError(f"--lora-modules {name}: {error}") from None
     return list(found.values())
 
 

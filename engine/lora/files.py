@@ -89,7 +89,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         if not (directory / name).is_file():
             pickled = name == WEIGHTS and (directory / "adapter_model.bin").exists()
             why = "only pickled weights (.bin), which can run code; save the adapter as safetensors" if pickled else ""
-            raise ValueError(f"{directory}: has {why or f'no {name}; --lora-modules must name directories of peft'}")
+            raise ValueError(f"{directory}: has {why or f'no {name}; give the directory of an adapter of peft'}")
     config = read_object(directory / CONFIG)
     for key, served in PLAIN.items():
         if config.get(key) not in served:

@@ -12,8 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -228,6 +230,8 @@ def test_a_wrong_key_is_reported_as_such(serve: Callable[[Answering], str], caps
     url = serve(lambda *_: (401, b'{"error": {"message": "The API key is not valid."}}'))
     assert main(["status", "--url", url, "--api-key", "wrong"]) == 1
     assert "does not accept this API key" in capsys.readouterr().err
+    assert main(["doctor", "--url", url]) == 1
+    assert 'is not valid."}}; check --api-key and BATON_API_KEY\n' in capsys.readouterr().out
 
 
 TOTALS = {"requests_per_s": 4.25, "prompt_tokens_per_s": 310.4, "generated_tokens_per_s": 120.0, "queued": 2}
@@ -324,6 +328,24 @@ class Echo:
 def chat(url: str, text: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     return main(["chat", "--url", url, *arguments])
+
+
+def test_the_timing_of_a_chat_begins_when_the_request_is_sent(
+    serve: Callable[[Answering], str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, url = [0.0], serve(Echo())
+
+    class SlowClient(httpx.Client):
+        """A client that, by the clock of the command, takes a second to make."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            now[0] += 1.0
+
+    monkeypatch.setattr("cluster.clients.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("cluster.clients.httpx.Client", SlowClient)
+    assert chat(url, "Hello you there\n", monkeypatch) == 0
+    assert capsys.readouterr().err == "[3 tokens, TTFT 0 ms]\n"
 
 
 def test_chat_from_a_pipe_answers_line_by_line_with_its_timing(

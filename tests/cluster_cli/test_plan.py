@@ -267,6 +267,7 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
     "a GPU's backend": ({"attention_backend": "triton"}, Path.exists, "--attention-backend triton: does not run on a CPU"),
     "a GPU's channel": ({"kv_channel": "cuda_ipc"}, Path.exists, "--kv-channel cuda_ipc: not available for KV on --device cpu"),
     "a tiny pool": ({"kv_cache_memory": 100}, Path.exists, "--kv-cache-memory 100 holds 0 blocks"),
+    "no adapter": ({"lora_modules": "sql=/no/lora"}, Path.exists, "^--lora-modules sql: /no/lora: has no adapter_config.json; give"),
     "no keys": ({"api_keys_file": "/no/keys"}, Path.exists, "--api-keys-file /no/keys: cannot be read"),
     "no secret": ({"cluster_secret_file": "/no/secret"}, Path.exists, "--cluster-secret-file /no/secret"),
     "another vocabulary": (

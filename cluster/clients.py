@@ -76,7 +76,11 @@ def request(
 def _reason(url: str, response: httpx.Response, *, has_key: bool) -> str:
     try:
         response.read()
-        message = " ".join(str(response.json()["error"]["message"]).split())
+        error = response.json()["error"]
+        message = " ".join(str(error["message"]).split())
+        if error.get("code") == "unknown_url":
+            ports = "with --admin-port, use that port for status and roles, and --port for answers"
+            message = f"{url} does not serve this: {ports}"
     except (ValueError, KeyError, TypeError):
         message = f"{url} answered with status {response.status_code}; is it a router?"
     if response.status_code == 401:

@@ -185,7 +185,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
     async def connect() -> str:
         await endpoint.connect()
         if not endpoint.is_baton:
-            raise EndpointError(f"{settings.url} is not a router, or requires an admin key for its status")
+            raise EndpointError(f"{settings.url} is not a router, or needs an admin key, or has an --admin-port")
         status.update(await endpoint.status())
         return f"{endpoint.model} at {settings.url}"
 

@@ -125,7 +125,9 @@ async def from_cluster(options: ProfileOptions) -> Document:
     try:
         await endpoint.connect()
         if not endpoint.is_baton:
-            raise ConfigError(f"--from {options.from_url}: is not Baton, so it has no records of steps")
+            raise ConfigError(
+                f"--from {options.from_url}: is not a router, or needs an admin key, or has an --admin-port"
+            )
         return await from_records(endpoint)
     finally:
         await endpoint.close()

@@ -196,6 +196,7 @@ def test_status_is_a_table_at_a_terminal(serve: Callable[[Answering], str]) -> N
     ("status", "body", "words"),
     [
         (404, b"{}", "status 404"),
+        (404, b'{"error": {"message": "No.", "code": "unknown_url"}}', "does not serve this: with --admin-port"),
         (401, b'{"error": {"message": "An API key is needed."}}', "requires an API key: give --api-key"),
         (403, b'{"error": {"message": "This path needs the key of an admin."}}', "needs the key of an admin"),
         (200, b"hello", "is it a router?"),

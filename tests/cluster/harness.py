@@ -77,13 +77,22 @@ def _run_module(module: str, flags: list[str], environment: dict[str, str], log:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+_TAKEN = set[int]()  # the ports that `free_port` has returned
+
+
 def free_port() -> int:
-    """Return a free port below the ephemeral range, so that no outgoing connection takes the port first."""
+    """Return a free port below the ephemeral range, so that no outgoing connection takes the port first. Each test
+    process has ports of its own, and gets each of them once, so that no other test takes the port first either."""
+    if len(_TAKEN) > 2_000:
+        _TAKEN.clear()
+    first = 10_000 + 2_750 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
     while True:
-        port = 10_000 + secrets.randbelow(22_000)
+        port = first + secrets.randbelow(2_750)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _TAKEN:
+                _TAKEN.add(port)
+                return port
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

@@ -161,20 +161,26 @@ class _Rules:
         quotes. Other values are written as JSON."""
         after = self.text(f"{tags.padding}{tags.value[1]}\n")
         schema = resolved(schema, root)
-        types = types_of(schema)
+        types = types_of(schema, root)
         if types and "string" not in types:
             definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
             value = self._json({**definitions, **schema})
             if self._size > MAX_CHARACTERS:
                 raise ToolGrammarError("are too large for this model's syntax, which repeats `$defs` for each property")
             return f"{value} {after}"
-        for entry in (schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-            if isinstance(entry, Mapping) and (unknown := entry.keys() - ANNOTATIONS):
+        others = [resolved(entry, root) for entry in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ()))]
+        entries = [schema] if "enum" in schema or not others else others
+        lists = [entry.get("enum", [None] if entry.get("type") == "null" else None) for entry in entries]
+        open_ = [types_of(entry, root) for entry, values in zip(entries, lists, strict=True) if values is None]
+        allows_any = not open_ or any(not types or "string" in types for types in open_)
+        for entry in (schema, *others):
+            if unknown := entry.keys() - ANNOTATIONS | (set() if allows_any else entry.keys() & {"enum"}):
                 text = (
                     f"has the keyword `{min(unknown)}` in a string's schema, which this model's syntax cannot enforce"
                 )
                 raise ToolGrammarError(text)
-        if (choices := schema.get("enum")) is not None:
+        if not open_:
+            choices = [choice for values in lists for choice in values or ()]
             words = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
             return "(" + " | ".join(self.text(word) or '""' for word in words) + f") {after}"
         return self._any_text(tags)

@@ -482,7 +482,7 @@ class AnswerParser:
             raise
         self._at += len(tags.value[1])
         value = value.removeprefix(tags.padding).removesuffix(tags.padding)
-        self._add(before + _typed(value, resolved((schema.get("properties") or {}).get(key), schema)))
+        self._add(before + _typed(value, types_of((schema.get("properties") or {}).get(key), schema)))
         return ", "
 
     def _python(self, tools: ToolSyntax) -> Step:
@@ -525,9 +525,8 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _typed(text: str, schema: object) -> str:
-    """Convert a parameter that a model wrote as plain text to JSON of the type that the schema requires."""
-    types = types_of(schema)
+def _typed(text: str, types: set[str]) -> str:
+    """Convert a parameter that a model wrote as plain text to JSON of one of these types; see `types_of`."""
     if types == {"string"}:
         return dump(text)
     try:
@@ -557,16 +556,28 @@ def _listed(value: object) -> list[Any]:
     return value if isinstance(value, list) else [value] if isinstance(value, str) else []
 
 
-def types_of(schema: object) -> set[str]:
-    """Return the JSON types that a schema allows, or an empty set if it does not restrict them."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kinds, first, second, values = (_listed(schema.get(name)) for name in ("type", "anyOf", "oneOf", "enum"))
-    found = {kind for kind in kinds if isinstance(kind, str) and kind in KINDS}
-    for entry in (*first, *second):
-        found |= types_of(entry)
-    if not found and values and all(isinstance(value, str) for value in values):
-        found = {"string"}
+def types_of(schema: object, root: Mapping[str, Any] = {}) -> set[str]:
+    """Return the JSON types that a schema allows, or an empty set if it does not restrict them. `root` has the schemas
+    to which references refer."""
+    found, open_, seen = set[str](), [schema], set[object]()
+    while open_:
+        entry = open_.pop()
+        if isinstance(entry, Mapping) and isinstance(reference := entry.get("$ref"), str):
+            if reference in seen:
+                continue
+            seen.add(reference)
+        entry = resolved(entry, root)
+        kinds, first, second, every, values = (
+            _listed(entry.get(name)) for name in ("type", "anyOf", "oneOf", "allOf", "enum")
+        )
+        if types := {kind for kind in kinds if isinstance(kind, str) and kind in KINDS}:
+            found |= types
+        elif alternatives := first + second + (every if len(every) == 1 else []):
+            open_ += alternatives
+        elif values and all(isinstance(value, str) for value in values):
+            found.add("string")
+        else:
+            return set()
     return found
 
 

@@ -192,6 +192,24 @@ async def test_strict_tools_are_enforced_in_elements(tmp_path, family, form):
     assert model.accepts(grammar, text), "a schema that cannot be enforced does not restrict a tool that is not strict"
 
 
+@pytest.mark.parametrize("definition", [True, False], ids=["reference", "inline"])
+async def test_an_optional_value_of_a_list_is_enforced_in_elements(tmp_path, definition):
+    unit = {"type": "string", "enum": ["c", "f"]}
+    anyone = {"anyOf": [{"$ref": "#/$defs/unit"} if definition else unit, {"type": "null"}]}
+    schema = {"type": "object", "properties": {"unit": anyone}, "required": ["unit"], "$defs": {"unit": unit}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    model = Model(tmp_path, "qwen3_coder", is_special=False)
+    body, grammar = await model.start(tools=[{"type": "function", "function": function}])
+    form = "<tool_call>\n<function=f>\n<parameter=unit>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for text, value in (("c", "c"), ("null", None)):
+        assert model.accepts(grammar, form.format(text))
+        assert model.calls(body, form.format(text))[1] == [("f", {"unit": value})]
+    assert not model.accepts(grammar, form.format("k"))
+    anyone["anyOf"][1]["type"] = "integer"
+    with pytest.raises(RequestError, match="`f` has the keyword `enum`"):
+        await model.start(tools=[{"type": "function", "function": function}])
+
+
 async def test_gpt_oss_reasons_and_then_calls(tmp_path):
     model = Model(tmp_path, "openai", is_special=True)
     syntax = find_syntax("tools", "openai", "openai_gptoss")

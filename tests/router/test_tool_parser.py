@@ -158,6 +158,30 @@ def test_without_tools_calls_are_content():
     assert (of_kind(parts, "reasoning"), of_kind(parts, "content")) == ("a", text.removeprefix("<think>a</think>"))
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"$ref": "#/$defs/digit"}, {"type": "null"}]}, "1", "1"),
+        ({"allOf": [{"$ref": "#/$defs/digit"}]}, "1", "1"),
+        ({"anyOf": [{}, {"type": "null"}]}, "[1]", [1]),
+        ({"anyOf": [{"$ref": "#/$defs/list"}, {"type": "integer"}]}, "[[1], 2]", [[1], 2]),
+        ({"$ref": "#/$defs/missing"}, "1", 1),
+    ],
+)
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "minimax_m2"])
+def test_a_parameter_has_a_type_of_its_schema_although_references_lead_to_it(parser, schema, text, value):
+    place, digit = {"type": "object", "properties": {}}, {"type": "string", "enum": ["1", "2"]}
+    rows = {"anyOf": [{"type": "array"}, {"$ref": "#/$defs/list"}]}
+    root = {"properties": {"a": schema}, "$defs": {"place": place, "digit": digit, "list": rows}}
+    tags = TOOLS[parser].tags
+    written = f"{''.join(tags.name)}{tags.key[0]}a{tags.key[1]}{tags.value[0]}{tags.padding}{text}{tags.padding}{tags.value[1]}"
+    answer = AnswerParser(AnswerSyntax(tools=TOOLS[parser]), {"f": root})
+    parts = answer.push(TOOLS[parser].opens[0] + written.replace(tags.name[1], "f" + tags.name[1], 1) + tags.end)
+    assert [(name, json.loads(given)) for name, given in calls_of(parts + answer.finish())] == [("f", {"a": value})]
+
+
 def test_no_marker_begins_another():
     for tools in TOOLS.values():
         for reasoning in REASONING.values():

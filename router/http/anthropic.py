@@ -339,7 +339,7 @@ class MessageEvents:
         content = self.message["content"]
         if kind == "tool_use":
             name, self._inputs = part.text, []
-            block = {"id": call_id(self._id_form, self.message["id"], 0, part.call, name), "name": name, "input": {}}
+            block = {"id": call_id(self._id_form, self.message["id"], 0, part.number, name), "name": name, "input": {}}
         else:
             block = {"text": ""} if kind == "text" else {"thinking": "", "signature": ""}
         content.append({"type": kind, **block})

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from router.text.chat_template import Message
 from router.text.images import DATA_URL
+from router.text.tool_parser import template_id
 from shared.errors import RequestError
 
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CALLS = 2048, 1024, 256, 256
@@ -257,6 +258,18 @@ class ChatMessage(StrictModel):
 
 ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def plain_messages(messages: Sequence[ChatMessage], id_form: str) -> list[Message]:
+    """Return the messages in the form that chat templates expect. `id_form` is the form of the ids of calls."""
+    found, ids = [message.plain() for message in messages], dict[str, str]()
+    calls = [call for message in found for call in message.get("tool_calls", ())]
+    for number, call in enumerate(calls):
+        call["id"] = ids.setdefault(call["id"], template_id(id_form, call["id"], number, call["function"]["name"]))
+    for message in found:
+        if (given := message.get("tool_call_id")) is not None:
+            message["tool_call_id"] = ids.get(given, given)
+    return found
 
 
 def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal, merge
-from router.http.bodies import GenerateBody
+from router.http.bodies import ChatBody, GenerateBody
 from router.http.tools import answer_parser
 from router.metrics.request_metrics import RequestMetrics, SampleTimings
 from router.observer import RouterObserver
 from router.text.detokenizer import StopStrings
 from router.text.tokenizer import Tokenizer
-from router.text.tool_parser import AnswerPart, joined
+from router.text.tool_parser import AnswerPart, joined, next_number
 from shared.errors import UnavailableError
 from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
@@ -83,6 +83,8 @@ class OutputProcessor:
             keep_markers=self._parser is not None,
         )
         self._stops = StopStrings(body.stops, include=self._include_stop)
+        earlier = body.messages if isinstance(body, ChatBody) else ()
+        self._first_call = next_number([call.id for message in earlier for call in message.tool_calls])
         self._is_first = True
         self.has_calls = False  # the answer has tool calls
 
@@ -113,7 +115,9 @@ class OutputProcessor:
                 added.stop_reason = ids[-1]
         if added.parts is not None and self._parser is not None:
             added.parts = joined(added.parts + (self._parser.finish() if added.finish else []))
-            self.has_calls |= any(part.kind == "call" for part in added.parts)
+            for part in added.parts:
+                part.number = self._first_call + part.call
+                self.has_calls |= part.kind == "call"
         return added
 
     def _add(self, added: TextDelta, text: str) -> bool:

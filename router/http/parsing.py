@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from router.dispatch.requests import GenerationRequest, ModelCard
 from router.http.asgi import ANONYMOUS, Identity
 from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
-from router.http.messages import image_urls
+from router.http.messages import image_urls, plain_messages
 from router.http.tools import call_grammar, check_tools, enforces_calls
 from router.text.answer_grammar import after_reasoning
 from router.text.grammar_check import GrammarChecker
@@ -150,7 +150,7 @@ async def encode_chat(
         media = await asyncio.get_running_loop().run_in_executor(images.thread, images.read, urls)
     tokens = await run_in_thread(
         tokenizer.encode_chat,
-        [message.plain() for message in body.messages or ()],
+        plain_messages(body.messages or (), tokenizer.syntax.id_form),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         arguments=body.chat_template_kwargs,

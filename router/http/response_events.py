@@ -30,7 +30,7 @@ class ResponseEvents:
         self._body = body
         self._number = 0
         self._num_prompt = num_prompt
-        self._num_generated = self._num_reasoning = self._num_calls = 0
+        self._num_generated = self._num_reasoning = 0
         self._item: dict[str, Any] | None = None  # the item that is being extended
         self._pending: list[Logprobs] = []  # logprobs of tokens whose text may be held back
         self.response: dict[str, Any] = {
@@ -80,7 +80,7 @@ class ResponseEvents:
             events += self._part(part)
         if delta.finish is not None:
             if not self.response["output"]:
-                events += self._open("message")
+                events += self._open("message", AnswerPart("content", ""))
             is_cut = delta.finish == "length"
             events += self._close("incomplete" if is_cut else "completed")
             self._count(cached_tokens)
@@ -127,7 +127,7 @@ class ResponseEvents:
         kind = {"content": "message", "reasoning": "reasoning"}.get(part.kind, "function_call")
         events: list[Event] = []
         if part.kind == "call" or self._item is None or self._item["type"] != kind:
-            events = [*self._close("completed"), *self._open(kind, part.text)]
+            events = [*self._close("completed"), *self._open(kind, part)]
         assert self._item is not None
         match part.kind:
             case "content":
@@ -154,8 +154,8 @@ class ResponseEvents:
         place = len(self.response["output"]) - 1
         return self._event(f"response.{kind}", item_id=self._item["id"], output_index=place, **fields)
 
-    def _open(self, kind: str, name: str = "") -> list[Event]:
-        """Begin an item. If the item is a call, `name` is the name of its function."""
+    def _open(self, kind: str, part: AnswerPart) -> list[Event]:
+        """Begin an item. `part` is the first part of its text."""
         output, response_id = self.response["output"], self.response["id"]
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         digest = hashlib.sha256(f"{response_id}.{len(output)}".encode()).hexdigest()
@@ -166,9 +166,8 @@ class ResponseEvents:
             case "reasoning":
                 item |= {"summary": [], "content": [], "encrypted_content": None}
             case _:
-                identity = call_id(self._tokenizer.syntax.id_form, response_id, 0, self._num_calls, name)
-                item |= {"name": name, "arguments": "", "call_id": identity}
-                self._num_calls += 1
+                identity = call_id(self._tokenizer.syntax.id_form, response_id, 0, part.number, part.text)
+                item |= {"name": part.text, "arguments": "", "call_id": identity}
         output.append(item)
         self._item = item
         added = self._event("response.output_item.added", output_index=len(output) - 1, item=_copy(item))

@@ -135,7 +135,7 @@ class ResponseFormatter:
         return parts if is_shown else [part for part in parts if part.kind != "reasoning"]
 
     def _call_id(self, choice: OutputProcessor, part: AnswerPart) -> str:
-        return call_id(self._tokenizer.syntax.id_form, self._output.id, choice.index, part.call, part.text)
+        return call_id(self._tokenizer.syntax.id_form, self._output.id, choice.index, part.number, part.text)
 
     def _finish(self, choice: OutputProcessor, delta: TextDelta) -> str | None:
         """Return the reason why a choice ended."""

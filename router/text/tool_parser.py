@@ -32,6 +32,7 @@ LITERALS = {"True": "true", "False": "false", "None": "null"}
 # Maps the types of JSON schemas to Python types
 KINDS: dict[str, type | tuple[type, ...]] = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
 KINDS |= {"array": list, "object": dict, "null": type(None)}
+KIMI_ID, MISTRAL_ID = re.compile(r"functions\.[\w.-]+:([0-9]{1,6})"), re.compile("[A-Za-z0-9]{9}")
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's constants, which some models write in Python calls
 Step = Generator[None, None, None]  # a reader: yields to wait for more text; raises SyntaxBrokenError on a syntax error
 
@@ -39,11 +40,13 @@ Step = Generator[None, None, None]  # a reader: yields to wait for more text; ra
 @dataclass(slots=True)
 class AnswerPart:
     """A part of an answer: a piece of content or reasoning, the name of a called function, or a piece of the call's
-    arguments. The name comes before the arguments, which are JSON. `call` is the number of the call in the answer."""
+    arguments. The name comes before the arguments, which are JSON. `call` is the number of the call in the answer.
+    The output processor sets `number`, the number of the call in the conversation."""
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
     call: int = -1
+    number: int = -1
 
 
 def joined(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
@@ -618,8 +621,25 @@ class JsonConstants(ast.NodeTransformer):
 
 
 def call_id(form: str, request_id: str, choice: int, number: int, name: str) -> str:
-    """Return the id of a call in the form that the model's template expects. A failover does not change the id."""
+    """Return the id of a call in the form that the model's template expects. `number` is the number of the call in the
+    conversation. A failover does not change the id."""
     if form == "kimi":
         return f"functions.{name}:{number}"
     digest = hashlib.sha256(f"{request_id}.{choice}.{number}".encode()).hexdigest()
     return digest[:9] if form == "mistral" else f"call_{digest[:24]}"
+
+
+def template_id(form: str, given: str, number: int, name: str) -> str:
+    """Return the id under which the template sees an earlier call: the client's id if it has the right form. Mistral's
+    templates refuse other ids, and Kimi's templates show the id in place of the function's name."""
+    if form == "kimi" and not KIMI_ID.fullmatch(given):
+        return call_id(form, "", 0, number, name)
+    if form == "mistral" and not MISTRAL_ID.fullmatch(given):
+        return hashlib.sha256(given.encode()).hexdigest()[:9]
+    return given
+
+
+def next_number(ids: Sequence[str]) -> int:
+    """Return the number of the next call in a conversation whose calls have these ids. No id of Kimi's form has this
+    number or a higher one, even if the client has left out earlier messages."""
+    return max([len(ids), *(int(found[1]) + 1 for each in ids if (found := KIMI_ID.fullmatch(each)))])

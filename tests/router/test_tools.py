@@ -1,5 +1,7 @@
 import json
+import re
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -139,6 +141,49 @@ async def test_gpt_oss_answers_in_channels(client):
     calls, _ = await client(tokenizer_of(template, special), answer + call)
     choice = (await calls.chat.completions.create(model="tiny", messages=HI, tools=[TOOL])).choices[0]
     assert (summary(choice.message), choice.finish_reason) == ((None, THOUGHT, BOTH[:1]), "tool_calls")
+
+
+KIMI = (
+    "<|tool_calls_section_begin|>"
+    + "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>" * 2
+)
+
+
+@pytest.mark.parametrize(("answer", "pattern"), [(KIMI, r"functions\.f:\d"), ("[TOOL_CALLS]f{}" * 2, "[A-Za-z0-9]{9}")])
+async def test_each_call_of_a_conversation_has_an_id_that_the_template_takes(client, answer, pattern):
+    """Kimi's template shows the id instead of the name. Mistral's templates refuse other ids."""
+    template = (
+        "{# tools "
+        + answer
+        + " #}{% for m in messages %}{{ m.role }}{% for call in m.tool_calls %} called {{ call.id }} "
+        "{% endfor %}{% if m.tool_call_id %} returned {{ m.tool_call_id }}{% endif %} {% endfor %}"
+    )
+    tokenizer = tokenizer_of(template, [])
+    openai_client, dispatcher = await client(tokenizer, answer)
+    tool = {"type": "function", "function": {"name": "f"}}
+    messages: list[Any] = [*HI]
+    for given in ("call_1", "toolu_01A-b"):
+        function = {"name": "f", "arguments": "{}"}
+        messages.append({"role": "assistant", "tool_calls": [{"id": given, "type": "function", "function": function}]})
+        messages.append({"role": "tool", "tool_call_id": given, "content": "1"})
+    new: list[str] = []
+    for stream in (False, True):
+        fields: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": [tool]}
+        if stream:
+            async with openai_client.chat.completions.stream(**fields) as deltas:
+                message = (await deltas.get_final_completion()).choices[0].message
+        else:
+            message = (await openai_client.chat.completions.create(**fields)).choices[0].message
+        new += [each.id for each in message.tool_calls]
+        results = [{"role": "tool", "tool_call_id": each.id, "content": "1"} for each in message.tool_calls]
+        messages = [*messages, message, *results]
+    await openai_client.chat.completions.create(model="tiny", messages=messages, tools=[tool])
+    words = tokenizer.decode(dispatcher.answers[-1].request.prompt).split()
+    called, returned = ([after for word, after in pairwise(words) if word == mark] for mark in ("called", "returned"))
+    assert called == returned
+    assert called[2:] == new
+    assert len(set(called)) == 6
+    assert all(re.fullmatch(pattern, each) for each in called)
 
 
 async def test_markers_in_text_of_clients_are_not_tokens(client, hermes):

@@ -314,8 +314,9 @@ class AnswerParser:
 
     def _reasoning(self, end: str) -> Step:
         self._switch("reasoning")
-        if marker := (yield from self._until((end,), self._say)):
-            self._at += len(marker)
+        calls = self._tools.opens if self._tools is not None and self._tools.ends_reasoning else ()
+        if marker := (yield from self._until((end, *calls), self._say)):
+            self._at += len(marker) if marker == end else 0
             self._switch("content")
 
     def _begins_bare(self, tools: ToolSyntax) -> Generator[None, None, bool]:

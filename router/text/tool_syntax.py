@@ -72,6 +72,7 @@ class ToolSyntax:
     tags: XmlTags | None = None
     form: CallForm | None = None  # None if the syntax cannot express all values exactly
     id_form: Literal["", "mistral", "kimi"] = ""  # the form of call ids that the chat template expects
+    ends_reasoning: bool = False  # a call also ends the reasoning, without the reasoning's end marker
 
     def starts(self) -> tuple[str, ...]:
         """Return the texts that begin a call in the middle of an answer."""
@@ -118,6 +119,7 @@ TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of whi
             "<|tool_calls_section_end|>",
         ),
         id_form="kimi",
+        ends_reasoning=True,
     ),
     "deepseek_v3": ToolSyntax(
         "named",

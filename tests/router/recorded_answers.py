@@ -128,6 +128,11 @@ ANSWERS = [
         "<|tool_call_begin|>functions.ping:1 <|tool_call_argument_begin|> {}<|tool_call_end|><|tool_calls_section_end|>",
         SAID, calls=[ROME, PING],
     ),
+    Recorded(
+        "kimi_k2",
+        f"<think>{THOUGHT}<|tool_calls_section_begin|><|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>{{}}<|tool_call_end|><|tool_calls_section_end|>",
+        "", THOUGHT, [PING], "kimi_k2",
+    ),
     # gpt-oss
     Recorded(
         "openai",

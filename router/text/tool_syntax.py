@@ -7,7 +7,7 @@ syntax, because the parser accepts a marker as soon as the marker is complete.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from shared.errors import ConfigError
@@ -92,6 +92,7 @@ REASONING |= dict.fromkeys(("deepseek_v3", "glm45", "kimi_k2", "nemotron_v3", "o
 REASONING |= dict.fromkeys(("minimax_m2", "step3"), REASONING["deepseek_r1"])
 
 QWEN_TAGS = XmlTags(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", "\n")
+SEED_TAGS = replace(QWEN_TAGS, padding="")
 GLM_TAGS = XmlTags(("", "\n"), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "</tool_call>")
 MINIMAX_TAGS = XmlTags(('<invoke name="', '">'), ('<parameter name="', '">'), ("", "</parameter>"), "</invoke>")
 DEEPSEEK_OPENS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
@@ -161,6 +162,14 @@ TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of whi
         tags=GLM_TAGS,
         form=CallForm("", "<tool_call>", "\n", "</tool_call>", "\n", ""),
     ),
+    "seed_oss": ToolSyntax(
+        "xml",
+        ("<seed:tool_call>",),
+        ("<seed:tool_call>",),
+        ("</seed:tool_call>",),
+        tags=SEED_TAGS,
+        form=CallForm("", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", ""),
+    ),
     "qwen3_coder": ToolSyntax(
         "xml",
         ("<function=",),
@@ -204,8 +213,8 @@ TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of whi
     "granite": ToolSyntax(
         "json",
         ("<|tool_call|>",),
-        ("<|tool_call|>",),
-        ("<|end_of_tool_call|>",),
+        ("<|tool_call|>", "<tool_call>"),  # Granite 3.1 writes the latter
+        ("<|end_of_tool_call|>", "</tool_call>"),
         form=CallForm("<|tool_call|>[", *JSON_CALL, ", ", "]"),
     ),
     "phi4_mini_json": ToolSyntax(
@@ -223,6 +232,7 @@ TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of whi
         form=CallForm("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""),
     ),
     "olmo3": ToolSyntax("python", ("<function_calls>",), ("<function_calls>",), ("</function_calls>",)),
+    "lfm2": ToolSyntax("python", ("List of tools: ",), ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
     "llama4_pythonic": ToolSyntax("python", ("<|python_start|>",), ("<|python_start|>",), ("<|python_end|>",), "["),
     "llama3_json": ToolSyntax(
         "json",

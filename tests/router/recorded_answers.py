@@ -114,6 +114,13 @@ ANSWERS = [
     Recorded("qwen3_coder", "<tool_call>\n<function=ping>\n<parameter=new>\n[1]\n</parameter>\n</function></tool_call> done", "done", calls=[("ping", {"new": [1]})]),
     Recorded("qwen3_coder", "<tool_call>\n<function=ping>\n<parameter=new>\nNaN\n</parameter>\n</function></tool_call>", calls=[("ping", {"new": "NaN"})]),
     Recorded("qwen3_coder", "see <function=\n and\n<tool_call> x", "see <function=\n and\n<tool_call> x"),
+    # Seed-OSS
+    Recorded(
+        "seed_oss",
+        f"<seed:think>{THOUGHT}</seed:think>{SAID}\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Par\nis</parameter>\n"
+        "<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=ping>\n</function>\n</seed:tool_call>",
+        SAID, THOUGHT, [("get_weather", {"city": "Par\nis", "days": 2}), PING], "seed_oss",
+    ),
     # MiniMax M2
     Recorded(
         "minimax_m2",
@@ -161,9 +168,10 @@ ANSWERS = [
     # Granite 3, Phi-4-mini
     Recorded("granite", f"Here is my thought process: {THOUGHT} Here is my response: {SAID} <|tool_call|>[{{\"name\": \"get_weather\", \"arguments\": {ROME_JSON}}}]", SAID, THOUGHT, [ROME], "granite"),
     Recorded("granite", '<|tool_call|>[{"name": "ping", "arguments": {}}, {"name": "ping", "arguments": {}}]', calls=[PING, PING]),
+    Recorded("granite", '<tool_call>[{"name": "ping", "arguments": {}}]</tool_call>', calls=[PING]),
     Recorded("phi4_mini_json", 'functools[{"name": "ping", "arguments": {}}]', calls=[PING]),
     Recorded("phi4_mini_json", 'The module functools has [cache].', 'The module functools has [cache].'),
-    # Calls in Python syntax: Llama 3.2 and 4, OLMo 3
+    # Calls in Python syntax: Llama 3.2 and 4, OLMo 3, LFM2
     Recorded("pythonic", "[get_weather(city='Paris', days=2), ping()]", calls=[PARIS, PING]),
     Recorded("pythonic", """[get_weather(city="Rome \\"}</tool_call>", tags=['a{', "b]"])]""", calls=[ROME]),
     Recorded("pythonic", "[get_weather(city='Paris', days=2, metric=true, where={'x': null})]", calls=[("get_weather", PARIS[1] | {"metric": True, "where": {"x": None}})]),
@@ -171,6 +179,7 @@ ANSWERS = [
     Recorded("pythonic", "[get_weather(city=open('x'))]", "[get_weather(city=open('x'))]"),
     Recorded("pythonic", "[other(a=1)]", "[other(a=1)]"),
     Recorded("llama4_pythonic", "<|python_start|>[get_weather(city='Paris', days=2)]<|python_end|>", calls=[PARIS]),
+    Recorded("lfm2", "<|tool_call_start|>[get_weather(city='Paris', days=2), ping()]<|tool_call_end|>" + SAID, SAID, calls=[PARIS, PING]),
     Recorded("olmo3", "<function_calls>\nget_weather(city='Paris', days=2)\nping()\n</function_calls>", calls=[PARIS, PING]),
 ]  # fmt: skip
 

@@ -51,7 +51,7 @@ def test_every_syntax_has_a_recorded_answer():
     covered = [TOOLS[recorded.parser] for recorded in ANSWERS if recorded.calls]
     assert all(syntax in covered for syntax in TOOLS.values())
     reasoned = [REASONING[recorded.reasoning] for recorded in ANSWERS if recorded.thoughts]
-    assert all(syntax in reasoned or syntax is REASONING["seed_oss"] for syntax in REASONING.values())
+    assert all(syntax in reasoned for syntax in REASONING.values())
 
 
 @pytest.mark.parametrize("recorded", ANSWERS, ids=str)
@@ -209,6 +209,8 @@ TEMPLATES = {
     "{{ tools }}<|tool_call|> Here is my thought process: ": ("granite", "granite"),
     "{{ tools }}<|tool|>": ("phi4_mini_json", None),
     "{{ tools }}<function_calls>": ("olmo3", None),
+    "{{ tools }}<seed:tool_call>\n<function=example_function_name>\n<parameter=a>value</parameter> <seed:think>": ("seed_oss", "seed_oss"),
+    "{{ 'List of tools: [' + tools }}": ("lfm2", None),
     "{{ tools }}<|python_start|>": ("llama4_pythonic", None),
     "{{ messages }}": (None, None),
 }  # fmt: skip

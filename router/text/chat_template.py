@@ -69,7 +69,8 @@ def longest_of(names: Iterable[str]) -> str:
 
 
 def _source(directory: Path, config: dict[str, Any]) -> str | None:
-    """Return the text of chat_template.jinja or, without it, the default template in tokenizer_config.json."""
+    """Return the text of chat_template.jinja or, without it, the default template in tokenizer_config.json. If there is
+    also a template for requests with tools, return one template that contains both."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         if file.stat().st_size > MAX_SOURCE_BYTES:
@@ -81,7 +82,10 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        template, for_tools = named.get("default"), named.get("tool_use")
+        if isinstance(template, str) and isinstance(for_tools, str):  # Jinja ignores one newline at the end of each
+            first, second = for_tools.removesuffix("\n"), template.removesuffix("\n")
+            template = f"{{% if tools +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
     return template if isinstance(template, str) else None
 
 

@@ -17,6 +17,7 @@ from router.text.chat_template import ChatTemplate, longest_of
 from router.text.detokenizer import BYTE_ALPHABET, HELD_BYTES, REPLACEMENT, StopStrings
 from router.text.model_files import read_model
 from router.text.tokenizer import Tokenizer
+from router.text.tool_syntax import TOOLS
 from shared.errors import ConfigError, RequestError
 from tests.router.conftest import byte_level_tokenizer
 
@@ -257,13 +258,16 @@ def test_loading_reads_the_directory(tmp_path, byte_level):
     with pytest.raises(RequestError, match="no chat template"):
         Tokenizer.load(tmp_path).encode_chat([{"role": "user", "content": "x"}])
     listed = [
-        {"name": "tool_use", "template": "no"},
+        {"name": "tool_use", "template": "\n{{ tools[0].name }}<tool_call>\n"},
         {"name": "default", "template": "{{ bos_token }}[{{ messages[0].content }}]"},
     ]
     config = {"chat_template": listed, "bos_token": {"content": "<|im_start|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     messages = [{"role": "user", "content": "x"}]
-    assert Tokenizer.load(tmp_path).encode_chat(messages) == byte_level.encode("<|im_start|>[x]")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode_chat(messages) == byte_level.encode("<|im_start|>[x]")
+    assert tokenizer.encode_chat(messages, tools=[{"name": "f"}]) == byte_level.encode("\nf<tool_call>")
+    assert (tokenizer.syntax.tools, tokenizer.syntax.takes_tools) == (TOOLS["hermes"], True)
     (tmp_path / "chat_template.jinja").write_text("({{ messages[0].content }})")
     assert Tokenizer.load(tmp_path).encode_chat(messages) == byte_level.encode("(x)")
 

@@ -103,6 +103,8 @@ class ChatTemplate:
         Raises ConfigError when the template does not compile.
         """
         self.source = source
+        # Phi-4-mini's template has no variable with the tools, but takes them as a text in the system message.
+        self._reads_message = "message['tools']" in source and not re.search(r"(?<!['\"\w.])tools\b", source)
         self._tokens = tokens
         self._special = re.compile(longest_of({name for name in special if name}) or "(?!)")  # "(?!)" matches nothing
         self._lock = threading.Lock()
@@ -135,6 +137,11 @@ class ChatTemplate:
         Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue001"  # random, so that no client can forge or remove it
+        if tools and self._reads_message:
+            has_system = messages[0]["role"] == "system"
+            first = messages[0] if has_system else {"role": "system", "content": ""}
+            listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+            messages = [first | {"tools": listed}, *messages[has_system:]]
         marked = [self._marked(message, mark) for message in messages]
         end, space = f"\ue002{secrets.token_hex(8)}\ue003", ""
         if continue_final_message:

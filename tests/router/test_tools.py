@@ -217,6 +217,27 @@ async def test_tools_that_the_model_cannot_use_are_refused(client, template, par
     assert raised.value.param == "tools"
 
 
+PHI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}"
+    "<|system|>{{ message['content'] }}<|tool|>{{ message['tools'] }}<|/tool|>"
+    "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+async def test_phi_gets_the_tools_in_the_system_message(client, system):
+    tokenizer = tokenizer_of(PHI, ["<|tool|>", "<|/tool|>"])
+    openai_client, dispatcher = await client(tokenizer, '<|tool_call|>[{"name": "get_weather", "arguments": {}}]')
+    tool = {"type": "function", "function": {"name": "get_weather", "description": "<|/tool|>", **FUNCTION}}
+    messages: list[Any] = [{"role": "system", "content": system}] * bool(system) + HI
+    answer = await openai_client.chat.completions.create(model="tiny", messages=messages, tools=[tool])
+    assert summary(answer.choices[0].message)[2] == [("get_weather", {})]
+    prompt = dispatcher.answers[-1].request.prompt
+    text = tokenizer.decode(prompt, skip_special_tokens=False)
+    assert text.startswith(f"<|system|>{system}<|tool|>{json.dumps([tool['function']])}<|/tool|><|user|>")
+    assert prompt.count(tokenizer.special_ids["<|/tool|>"]) == 1
+
+
 async def test_tokenize_counts_the_tools(client, hermes):
     openai_client, _ = await client(hermes, "x")
     url = str(openai_client.base_url).replace("/v1/", "/tokenize")

@@ -105,6 +105,8 @@ class ChatTemplate:
         self.source = source
         # Phi-4-mini's template has no variable with the tools, but takes them as a text in the system message.
         self._reads_message = "message['tools']" in source and not re.search(r"(?<!['\"\w.])tools\b", source)
+        # The first templates of DeepSeek R1 and its distilled models omit calls or content if a message has both.
+        self._splits_calls = "message['role'] == 'assistant' and message['content'] is not none" in source
         self._tokens = tokens
         self._special = re.compile(longest_of({name for name in special if name}) or "(?!)")  # "(?!)" matches nothing
         self._lock = threading.Lock()
@@ -149,6 +151,8 @@ class ChatTemplate:
                 raise RequestError("A final message with images cannot be continued.", "continue_final_message")
             space = content[len(content.rstrip()) :]  # templates may remove it
             marked[-1]["content"] = content.rstrip() + end + space
+        if self._splits_calls:
+            marked = [part for message in marked for part in _without_content(message)]
         own = {key: self._marked(value, mark) for key, value in (arguments or {}).items()}
         given = {"messages": marked, "add_generation_prompt": add_generation_prompt, "documents": None}
         given["tools"] = [self._marked(tool, mark) for tool in tools] or None
@@ -176,7 +180,29 @@ class ChatTemplate:
         return [self._marked(each, mark) for each in value] if isinstance(value, list) else value
 
 
+def _without_content(message: Message) -> list[Message]:
+    """Divide a message so that no part has both calls and content. The content of a part with calls is None."""
+    if not message.get("tool_calls"):
+        return [message]
+    said = {key: value for key, value in message.items() if key != "tool_calls"}
+    return [said] * bool(message["content"]) + [message | {"content": None}]
+
+
 # The rest of this module runs in the child process.
+
+
+class CallArguments(dict[str, Any]):
+    """The arguments of an earlier call. Most templates expect an object, but those of DeepSeek and Apertus concatenate
+    the arguments with strings. In a string, the arguments are JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, after: str) -> str:
+        return str(self) + after
+
+    def __radd__(self, before: str) -> str:
+        return before + str(self)
 
 
 class GenerationBlock(Extension):
@@ -212,6 +238,8 @@ def _compile(source: str) -> jinja2.Template:
 def _render(template: jinja2.Template, values: dict[str, Any]) -> dict[str, str]:
     """Return {"text": ...}, {"refused": the template's message}, or {"failed": the exception}."""
     try:
+        for call in [call for message in values["messages"] for call in message.get("tool_calls", ())]:
+            call["function"]["arguments"] = CallArguments(call["function"]["arguments"])
         parts: list[str] = []
         size = 0
         for part in template.generate(**values):

@@ -238,6 +238,48 @@ async def test_phi_gets_the_tools_in_the_system_message(client, system):
     assert prompt.count(tokenizer.special_ids["<|/tool|>"]) == 1
 
 
+R1 = (  # like the first template of R1: a message has either content or calls, and the arguments are strings
+    "{% for message in messages %}{% if message['role'] == 'assistant' and message['content'] is none %}<A><calls>"
+    "{% for tool in message['tool_calls'] %}{{ tool['type'] + '<sep>' + tool['function']['name'] + '\n' + tool['function']['arguments'] + '<end>' }}"
+    "{% endfor %}{% endif %}{% if message['role'] == 'assistant' and message['content'] is not none %}<A>{{ message['content'] + '<eos>' }}"
+    "{% endif %}{% if message['role'] == 'tool' %}<output>{{ message['content'] }}{% endif %}{% endfor %}"
+)
+V31 = (  # like those of V3 and V3.1
+    "{% for message in messages %}{% if message['role'] == 'assistant' and message['tool_calls'] is defined and message['tool_calls'] is not none %}"
+    "{% for tool in message['tool_calls'] %}{{ message['content'] + '<calls>' + tool['function']['name'] + '<sep>' + tool['function']['arguments'] + '<end>' }}"
+    "{% endfor %}{% elif message['role'] == 'tool' %}<output>{{ message['content'] }}{% endif %}{% endfor %}"
+)
+OTHER = (
+    "{% for message in messages %}{% for tool in message.tool_calls %}{% for key, value in tool.function.arguments.items() %}"
+    "{{ key ~ ':' ~ value }};{% endfor %}{{ tool.function.arguments | tojson ~ '=' ~ tool.function.arguments }}{% endfor %}{% endfor %}"
+)
+ARGUMENTS = '{"city": "Par\u00eds<end>"}'
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "rendered"),
+    [
+        (R1, None, f"<A><calls>function<sep>get_weather\n{ARGUMENTS}<end><output>sunny"),
+        (R1, SAID, f"<A>{SAID}<eos><A><calls>function<sep>get_weather\n{ARGUMENTS}<end><output>sunny"),
+        (V31, None, f"<calls>get_weather<sep>{ARGUMENTS}<end><output>sunny"),
+        (V31, SAID, f"{SAID}<calls>get_weather<sep>{ARGUMENTS}<end><output>sunny"),
+        (OTHER, None, f"city:Par\u00eds<end>;{ARGUMENTS}={ARGUMENTS}"),
+    ],
+)
+async def test_templates_get_the_arguments_of_earlier_calls_as_text_or_as_an_object(
+    client, template, content, rendered
+):
+    tokenizer = tokenizer_of(template, ["<end>"])
+    openai_client, dispatcher = await client(tokenizer, "ok")
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "sunny"}]}
+    messages: list[Any] = [*HI, {"role": "assistant", "content": content, "tool_calls": [call]}, result]
+    await openai_client.chat.completions.create(model="tiny", messages=messages)
+    prompt = dispatcher.answers[-1].request.prompt
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == rendered
+    assert prompt.count(tokenizer.special_ids["<end>"]) == rendered.count("<end><output>")
+
+
 async def test_tokenize_counts_the_tools(client, hermes):
     openai_client, _ = await client(hermes, "x")
     url = str(openai_client.base_url).replace("/v1/", "/tokenize")

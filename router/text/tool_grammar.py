@@ -65,8 +65,8 @@ def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
         final, said = rules.text("<|channel|>final<|message|>"), rules.text("<|channel|>commentary<|message|>")
         again = rules.text("<|end|><|start|>assistant")
         start = f"start: {final} TEXT | ({said} TEXT {again})? {lead} {calls}\n{ANY_TEXT}"
-    elif syntax.bare:
-        start = f"start: OTHER | {calls}\nOTHER: /([ \\n]*[^ \\n\\{syntax.bare}](.|\\n)*)?/"
+    elif syntax.bare:  # calls are an object or a list of objects
+        start = f"start: OTHER | {calls}\nOTHER: /([ \\n]*([^ \\n\\[\\{{]|\\[[ \\n,]*[^ \\n,\\{{])(.|\\n)*)?/"
     elif rules.lead in tokenizer.special_ids:  # a special token is never part of a text
         start = f"start: TEXT ({lead} {calls})?\n{ANY_TEXT}"
     else:

@@ -322,7 +322,7 @@ class AnswerParser:
     def _begins_bare(self, tools: ToolSyntax) -> Generator[None, None, bool]:
         while not self._rest.strip() and not self._is_last:
             yield
-        return self._rest.lstrip().startswith(tools.bare)
+        return self._rest.lstrip().startswith(tuple(tools.bare))
 
     def _harmony(self) -> Step:
         while True:
@@ -354,7 +354,7 @@ class AnswerParser:
     def _calls(self, tools: ToolSyntax) -> Step:
         """Read consecutive calls. Text that is not a call becomes content."""
         readers = {"json": self._json, "named": self._named, "xml": self._xml, "python": self._python}
-        again = (tools.tags.name[0],) if tools.tags and tools.tags.name[0] else (tools.bare,) if tools.bare else ()
+        again = (tools.tags.name[0],) if tools.tags and tools.tags.name[0] else tuple(tools.bare)
         while True:
             self._kept = self._at
             try:
@@ -388,6 +388,8 @@ class AnswerParser:
         while True:
             yield from self._skip((",",))
             if (yield from self._peek()) == "]":
+                if is_first and tools.bare:  # an empty list is an answer of its own
+                    raise SyntaxBrokenError
                 self._at += 1
                 return
             self._kept = self._kept if is_first else self._at

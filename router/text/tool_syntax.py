@@ -66,7 +66,7 @@ class ToolSyntax:
     found_by: tuple[str, ...] = ()  # as in ReasoningSyntax
     opens: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()  # markers and separators that may follow a call
-    bare: str = ""  # if set, an answer that begins with this character is parsed as calls, even without a marker
+    bare: str = ""  # an answer that begins with one of these characters is parsed as calls, even without a marker
     header: str = ""
     quotes: tuple[str, ...] = ('"',)  # quotes of strings in the arguments
     tags: XmlTags | None = None
@@ -238,8 +238,8 @@ TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of whi
         "json",
         ('{"name": function name',),
         ("<|python_tag|>",),
-        (";",),
-        "{",
+        (";", ","),
+        "{[",
         form=CallForm("", '{"name": "', '", "parameters": ', "}", "; ", ""),
     ),
     "pythonic": ToolSyntax("python", bare="["),

@@ -70,6 +70,11 @@ ANSWERS = [
     # Llama 3.1 to 3.3
     Recorded("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}', calls=[PARIS]),
     Recorded("llama3_json", ' {"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}; {"name": "ping", "parameters": {}}', calls=[PARIS, PING]),
+    Recorded("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}, {"name": "ping", "parameters": {}}', calls=[PARIS, PING]),
+    Recorded("llama3_json", '[{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}},\n {"name": "ping", "parameters": {}}]', calls=[PARIS, PING]),
+    Recorded("llama3_json", '[{"name": "Ann", "parameters": {}}]', '[{"name": "Ann", "parameters": {}}]'),
+    Recorded("llama3_json", "[1, 2] is a list", "[1, 2] is a list"),
+    Recorded("llama3_json", "[ ]", "[ ]"),
     Recorded("llama3_json", '<|python_tag|>{"type": "function", "name": "ping", "parameters": {}}', calls=[PING]),
     Recorded("llama3_json", '{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}'),
     Recorded("llama3_json", '{"answer": [1, 2]} is JSON', '{"answer": [1, 2]} is JSON'),

@@ -162,6 +162,16 @@ async def test_strict_tools_are_enforced_if_the_model_calls_them(tmp_path, famil
     assert not model.accepts(grammar, good.replace("get_weather", "other"))
 
 
+async def test_without_a_marker_a_list_of_calls_is_not_a_text(tmp_path):
+    model = Model(tmp_path, "llama3_json", is_special=False)
+    body, grammar = await model.start()
+    for text in ("[1, 2]", "[link](x)", " [] {}"):
+        assert model.accepts(grammar, text), text
+        assert model.calls(body, text)[1] == []
+    for text in ('[{"name": "get_weather", "parameters": {}}]', '\n[ \n,{"name": "ping", "parameters": {}}]', " {}"):
+        assert not model.accepts(grammar, text), text
+
+
 QWEN = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\n{city}\n</parameter>\n<parameter=unit>\n{unit}\n</parameter>\n"
     "<parameter=days>\n{days}\n</parameter>\n</function>\n</tool_call>"

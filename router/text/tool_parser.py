@@ -408,13 +408,15 @@ class AnswerParser:
             yield from self._skip()
             yield from self._expect(":")
             yield from self._skip()
+            if not tools.name_key:
+                name, key = key, "arguments"
             if key in ("arguments", "parameters") and name:
                 self._begin(tools, name)
                 has_begun = True
                 yield from self._arguments()
                 continue
             value = yield from self._value()
-            if key == "name":
+            if key == tools.name_key:
                 name = _loads(value)
             elif key in ("arguments", "parameters"):
                 arguments = _as_object(value)

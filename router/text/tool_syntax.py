@@ -68,6 +68,7 @@ class ToolSyntax:
     closes: tuple[str, ...] = ()  # markers and separators that may follow a call
     bare: str = ""  # an answer that begins with one of these characters is parsed as calls, even without a marker
     header: str = ""
+    name_key: str = "name"  # the key of the name in an object; "" if the name itself is the key of the arguments
     quotes: tuple[str, ...] = ('"',)  # quotes of strings in the arguments
     tags: XmlTags | None = None
     form: CallForm | None = None  # None if the syntax cannot express all values exactly
@@ -85,6 +86,7 @@ REASONING: dict[str, ReasoningSyntax] = {
     "mistral": ReasoningSyntax("[THINK]", "[/THINK]", ("[THINK]",)),
     "seed_oss": ReasoningSyntax("<seed:think>", "</seed:think>", ("<seed:think>",)),
     "granite": ReasoningSyntax("Here is my thought process:", "Here is my response:", ("Here is my thought process:",)),
+    "cohere_command3": ReasoningSyntax("<|START_THINKING|>", "<|END_THINKING|>", ("<|START_THINKING|>",)),
     "qwen3": ReasoningSyntax("<think>", "</think>", ("<think>",)),
     "deepseek_r1": ReasoningSyntax("<think>", "</think>", is_implicit=True),
 }
@@ -210,6 +212,43 @@ TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of whi
         form=CallForm("[TOOL_CALLS] [", *JSON_CALL, ", ", "]"),
         id_form="mistral",
     ),
+    "cohere_command3": ToolSyntax(
+        "json",
+        ("<|START_ACTION|>",),
+        ("<|START_ACTION|>",),
+        ("<|END_ACTION|>",),
+        name_key="tool_name",
+        form=CallForm(
+            "<|START_ACTION|>[",
+            '{"tool_call_id": "0", "tool_name": "',
+            '", "parameters": ',
+            "}",
+            ", ",
+            "]<|END_ACTION|>",
+        ),
+    ),
+    "apertus": ToolSyntax(
+        "json",
+        ("<|tools_prefix|>",),
+        ("<|tools_prefix|>",),
+        ("<|tools_suffix|>",),
+        name_key="",
+        form=CallForm("<|tools_prefix|>[", '{"', '": ', "}", ", ", "]<|tools_suffix|>"),
+    ),
+    "nemotron_json": ToolSyntax(
+        "json",
+        ("<TOOLCALL>",),
+        ("<TOOLCALL>",),
+        ("</TOOLCALL>",),
+        form=CallForm("<TOOLCALL>[", *JSON_CALL, ", ", "]</TOOLCALL>"),
+    ),
+    "jamba": ToolSyntax(
+        "json",
+        ("<tool_calls>",),
+        ("<tool_calls>",),
+        ("</tool_calls>",),
+        form=CallForm("<tool_calls>[", *JSON_CALL, ", ", "]</tool_calls>"),
+    ),
     "granite": ToolSyntax(
         "json",
         ("<|tool_call|>",),
@@ -245,6 +284,7 @@ TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of whi
     "pythonic": ToolSyntax("python", bare="["),
 }
 TOOLS |= {"glm47": TOOLS["glm45"], "qwen3_xml": TOOLS["qwen3_coder"], "granite4": TOOLS["hermes"]}
+TOOLS |= {"hunyuan_a13b": TOOLS["jamba"], "llama4_json": TOOLS["llama3_json"]}
 
 
 # Markers of gpt-oss's "harmony" format: <|start|>assistant<|channel|>final<|message|>text<|end|>

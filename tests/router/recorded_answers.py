@@ -176,6 +176,17 @@ ANSWERS = [
     Recorded("granite", '<tool_call>[{"name": "ping", "arguments": {}}]</tool_call>', calls=[PING]),
     Recorded("phi4_mini_json", 'functools[{"name": "ping", "arguments": {}}]', calls=[PING]),
     Recorded("phi4_mini_json", 'The module functools has [cache].', 'The module functools has [cache].'),
+    # Cohere Command, Apertus, Nemotron, Jamba and Hunyuan
+    Recorded(
+        "cohere_command3",
+        f'<|START_THINKING|>{THOUGHT}<|END_THINKING|><|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {ROME_JSON}}},\n'
+        '    {"tool_call_id": "1", "tool_name": "ping", "parameters": {}}\n]<|END_ACTION|>',
+        "", THOUGHT, [ROME, PING], "cohere_command3",
+    ),
+    Recorded("apertus", f'{SAID}<|tools_prefix|>[{{"get_weather": {ROME_JSON}}}, {{"ping": {{}}}}]<|tools_suffix|>', SAID, calls=[ROME, PING]),
+    Recorded("apertus", "<|tools_prefix|>[{}]", "<|tools_prefix|>[{}]"),
+    Recorded("nemotron_json", f'<TOOLCALL>[{{"name": "get_weather", "arguments": {ROME_JSON}}}, {{"name": "ping", "arguments": {{}}}}]</TOOLCALL>', calls=[ROME, PING]),
+    Recorded("jamba", ' <tool_calls>[\n    {"name": "get_weather", "arguments": {"city": "Paris", "days": 2}},\n    {"name": "ping", "arguments": {}}\n]</tool_calls>', calls=[PARIS, PING]),
     # Calls in Python syntax: Llama 3.2 and 4, OLMo 3, LFM2
     Recorded("pythonic", "[get_weather(city='Paris', days=2), ping()]", calls=[PARIS, PING]),
     Recorded("pythonic", """[get_weather(city="Rome \\"}</tool_call>", tags=['a{', "b]"])]""", calls=[ROME]),

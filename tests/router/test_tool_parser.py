@@ -208,6 +208,10 @@ TEMPLATES = {
     "{{ tools }}<start_function_call>call:": ("functiongemma", None),
     "{{ tools }}<|tool_call|> Here is my thought process: ": ("granite", "granite"),
     "{{ tools }}<|tool|>": ("phi4_mini_json", None),
+    "{{ tools }}<|START_THINKING|><|START_ACTION|>[": ("cohere_command3", "cohere_command3"),
+    "{{ tools }}{%- set tool_calls_token = '<|tools_prefix|>' -%}": ("apertus", None),
+    "{{ tools }}<TOOLCALL>[{\"name\": \"tool_name1\" <think></think>": ("nemotron_json", "qwen3"),
+    "{{ tools }}as a list of json objects within <tool_call></tool_call> XML tags <tool_calls>[": ("jamba", None),
     "{{ tools }}<function_calls>": ("olmo3", None),
     "{{ tools }}<seed:tool_call>\n<function=example_function_name>\n<parameter=a>value</parameter> <seed:think>": ("seed_oss", "seed_oss"),
     "{{ 'List of tools: [' + tools }}": ("lfm2", None),
@@ -229,7 +233,7 @@ def test_a_named_parser_replaces_the_one_of_the_template():
     assert find_syntax(template, "pythonic", "none") == AnswerSyntax(None, TOOLS["pythonic"], takes_tools=True)
     assert find_syntax(None) == AnswerSyntax()
     for flags in (("qwen", "auto"), ("auto", "qwen")):
-        with pytest.raises(ConfigError, match="must be auto, none, deepseek"):
+        with pytest.raises(ConfigError, match=r"must be auto, none, (apertus|cohere)"):
             find_syntax(template, *flags)
 
 

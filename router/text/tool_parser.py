@@ -34,6 +34,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {"string": str, "integer": int, "num
 KINDS |= {"array": list, "object": dict, "null": type(None)}
 KIMI_ID, MISTRAL_ID = re.compile(r"functions\.[\w.-]+:([0-9]{1,6})"), re.compile("[A-Za-z0-9]{9}")
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's constants, which some models write in Python calls
+PYTHON_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # raised for text in Python's syntax
 Step = Generator[None, None, None]  # a reader: yields to wait for more text; raises SyntaxBrokenError on a syntax error
 
 
@@ -534,14 +535,20 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _typed(text: str, types: set[str]) -> str:
-    """Convert a parameter that a model wrote as plain text to JSON of one of these types; see `types_of`."""
+    """Convert a parameter that a model wrote as plain text to JSON of one of these types; see `types_of`. A list or an
+    object may also be in Python's syntax if the parameter cannot be a string."""
     if types == {"string"}:
         return dump(text)
+    is_nested = types & {"array", "object"} and "string" not in types
     try:
         value = json.loads(LITERALS.get(text.strip(), text), parse_constant=_no_constant)
         dump(value)
     except (ValueError, RecursionError):
-        return dump(text)
+        try:
+            value = _literal(ast.parse(text.strip(), mode="eval").body) if is_nested else text
+            dump(value)
+        except PYTHON_ERRORS:
+            return dump(text)
     is_allowed = not types or any(isinstance(value, KINDS[kind]) for kind in types)
     return dump(value if is_allowed and not (types and isinstance(value, bool) and "boolean" not in types) else text)
 
@@ -610,11 +617,15 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
         for call in calls:
             if not isinstance(call, ast.Call) or call.args:
                 raise SyntaxBrokenError
-            arguments = {word.arg: ast.literal_eval(JsonConstants().visit(word.value)) for word in call.keywords}
+            arguments = {word.arg: _literal(word.value) for word in call.keywords}
             found.append((ast.unparse(call.func), dump(arguments)))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except PYTHON_ERRORS:
         raise SyntaxBrokenError from None
     return found
+
+
+def _literal(node: ast.expr) -> Any:
+    return ast.literal_eval(JsonConstants().visit(node))
 
 
 class JsonConstants(ast.NodeTransformer):

@@ -118,6 +118,10 @@ ANSWERS = [
              calls=[("get_weather", {"city": "5", "days": "many"})]),
     Recorded("qwen3_coder", "<tool_call>\n<function=ping>\n<parameter=new>\n[1]\n</parameter>\n</function></tool_call> done", "done", calls=[("ping", {"new": [1]})]),
     Recorded("qwen3_coder", "<tool_call>\n<function=ping>\n<parameter=new>\nNaN\n</parameter>\n</function></tool_call>", calls=[("ping", {"new": "NaN"})]),
+    Recorded("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=tags>\n['a', \"it's\"]\n</parameter>\n<parameter=where>\n{'x': True, 'y': null}\n</parameter>\n</function>\n</tool_call>",
+             calls=[("get_weather", {"tags": ["a", "it's"], "where": {"x": True, "y": None}})]),
+    Recorded("qwen3_coder", "<function=get_weather>\n<parameter=city>\n['a']\n</parameter>\n<parameter=tags>\n[open('a')]\n</parameter>\n</function>",
+             calls=[("get_weather", {"city": "['a']", "tags": "[open('a')]"})]),
     Recorded("qwen3_coder", "see <function=\n and\n<tool_call> x", "see <function=\n and\n<tool_call> x"),
     # Seed-OSS
     Recorded(

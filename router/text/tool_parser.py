@@ -35,6 +35,7 @@ KINDS |= {"array": list, "object": dict, "null": type(None)}
 KIMI_ID, MISTRAL_ID = re.compile(r"functions\.[\w.-]+:([0-9]{1,6})"), re.compile("[A-Za-z0-9]{9}")
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's constants, which some models write in Python calls
 PYTHON_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # raised for text in Python's syntax
+PYTHON_STRING = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)""", re.DOTALL)
 Step = Generator[None, None, None]  # a reader: yields to wait for more text; raises SyntaxBrokenError on a syntax error
 
 
@@ -545,7 +546,7 @@ def _typed(text: str, types: set[str]) -> str:
         dump(value)
     except (ValueError, RecursionError):
         try:
-            value = _literal(ast.parse(text.strip(), mode="eval").body) if is_nested else text
+            (value,) = map(_literal, _python(text)) if is_nested else (text,)
             dump(value)
         except PYTHON_ERRORS:
             return dump(text)
@@ -611,8 +612,7 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
     """Return the name and the arguments of each call. `text` is a Python list of calls, or has one call in each
     line."""
     try:
-        nodes = [node.value for node in ast.parse(text.strip()).body if isinstance(node, ast.Expr)]
-        calls = [call for node in nodes for call in (node.elts if isinstance(node, ast.List) else [node])]
+        calls = [call for node in _python(text) for call in (node.elts if isinstance(node, ast.List) else [node])]
         found = []
         for call in calls:
             if not isinstance(call, ast.Call) or call.args:
@@ -622,6 +622,16 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
     except PYTHON_ERRORS:
         raise SyntaxBrokenError from None
     return found
+
+
+def _python(text: str) -> list[ast.expr]:
+    """Return the expressions in the text. Unlike in Python, a string may contain newlines."""
+    text = PYTHON_STRING.sub(lambda string: re.sub(r"\\.|\n", _escaped, string[0], flags=re.DOTALL), text.strip())
+    return [node.value for node in ast.parse(text).body if isinstance(node, ast.Expr)]
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return r"\n" if found[0] == "\n" else found[0]
 
 
 def _literal(node: ast.expr) -> Any:

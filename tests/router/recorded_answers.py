@@ -118,8 +118,8 @@ ANSWERS = [
              calls=[("get_weather", {"city": "5", "days": "many"})]),
     Recorded("qwen3_coder", "<tool_call>\n<function=ping>\n<parameter=new>\n[1]\n</parameter>\n</function></tool_call> done", "done", calls=[("ping", {"new": [1]})]),
     Recorded("qwen3_coder", "<tool_call>\n<function=ping>\n<parameter=new>\nNaN\n</parameter>\n</function></tool_call>", calls=[("ping", {"new": "NaN"})]),
-    Recorded("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=tags>\n['a', \"it's\"]\n</parameter>\n<parameter=where>\n{'x': True, 'y': null}\n</parameter>\n</function>\n</tool_call>",
-             calls=[("get_weather", {"tags": ["a", "it's"], "where": {"x": True, "y": None}})]),
+    Recorded("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=tags>\n['a\n', \"it's\"]\n</parameter>\n<parameter=where>\n{'x': True, 'y': null}\n</parameter>\n</function>\n</tool_call>",
+             calls=[("get_weather", {"tags": ["a\n", "it's"], "where": {"x": True, "y": None}})]),
     Recorded("qwen3_coder", "<function=get_weather>\n<parameter=city>\n['a']\n</parameter>\n<parameter=tags>\n[open('a')]\n</parameter>\n</function>",
              calls=[("get_weather", {"city": "['a']", "tags": "[open('a')]"})]),
     Recorded("qwen3_coder", "see <function=\n and\n<tool_call> x", "see <function=\n and\n<tool_call> x"),
@@ -200,6 +200,8 @@ ANSWERS = [
     Recorded("pythonic", "[other(a=1)]", "[other(a=1)]"),
     Recorded("llama4_pythonic", "<|python_start|>[get_weather(city='Paris', days=2)]<|python_end|>", calls=[PARIS]),
     Recorded("lfm2", "<|tool_call_start|>[get_weather(city='Paris', days=2), ping()]<|tool_call_end|>" + SAID, SAID, calls=[PARIS, PING]),
+    Recorded("lfm2", "<|tool_call_start|>[get_weather(city='''Par\nis''')]<|tool_call_end|>", calls=[("get_weather", {"city": "Par\nis"})]),
+    Recorded("olmo3", "<function_calls>\nget_weather(city='Par\n\"is\\'\\\\n', tags=[\"\n)\n\"])\nping()\n</function_calls>", calls=[("get_weather", {"city": "Par\n\"is'\\n", "tags": ["\n)\n"]}), PING]),
     Recorded("olmo3", "<function_calls>\nget_weather(city='Paris', days=2)\nping()\n</function_calls>", calls=[PARIS, PING]),
 ]  # fmt: skip
 

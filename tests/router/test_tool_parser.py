@@ -123,6 +123,13 @@ def test_malformed_calls_inside_each_other_take_little_time(end):
     assert of_kind(parts, "content").rstrip() == text.rstrip()
 
 
+def test_an_unfinished_string_in_python_takes_little_time():
+    text, began = '<function_calls>ping(a="' + '\\"' * 100_000 + "</function_calls>", time.process_time()
+    parser = AnswerParser(AnswerSyntax(tools=TOOLS["olmo3"]), recorded_answers.TOOLS)
+    assert of_kind(parser.push(text) + parser.finish(), "content") == text
+    assert time.process_time() - began < 3
+
+
 @pytest.mark.parametrize(
     ("parser", "text", "calls"),
     [

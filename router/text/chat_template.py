@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import accumulate
@@ -130,11 +130,12 @@ class ChatTemplate:
         continue_final_message: bool,
         arguments: Mapping[str, Argument] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        write_calls: Callable[[list[Any]], str] | None = None,
     ) -> tuple[str, list[int]]:
         """Return the prompt, and the offsets in it at which the client's text contains the name of a special token.
 
         `arguments` are the client's variables for the template, such as `enable_thinking`. `tools` are definitions of
-        functions.
+        functions. If the template does not show earlier calls, `write_calls` returns them as a text for the content.
 
         Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
         """
@@ -151,6 +152,10 @@ class ChatTemplate:
                 raise RequestError("A final message with images cannot be continued.", "continue_final_message")
             space = content[len(content.rstrip()) :]  # templates may remove it
             marked[-1]["content"] = content.rstrip() + end + space
+        if write_calls is not None and "tool_calls" not in self.source:
+            for message in marked:
+                if message.get("tool_calls") and isinstance(message["content"], str):
+                    message["content"] += write_calls([call["function"] for call in message["tool_calls"]])
         if self._splits_calls:
             marked = [part for message in marked for part in _without_content(message)]
         own = {key: self._marked(value, mark) for key, value in (arguments or {}).items()}

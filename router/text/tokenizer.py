@@ -123,6 +123,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             arguments=arguments,
             tools=tools,
+            write_calls=None if self.syntax.tools is None else self.syntax.tools.written,
         )
         if image_markers is not None and len(set(image_markers)) > 1:
             text, name_offsets = self._mark_images(text, name_offsets, image_markers)

@@ -6,9 +6,11 @@ contains the markers of the model's family. No marker of a syntax may be the beg
 syntax, because the parser accepts a marker as soon as the marker is complete.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from shared.errors import ConfigError
 
@@ -78,6 +80,19 @@ class ToolSyntax:
     def starts(self) -> tuple[str, ...]:
         """Return the texts that begin a call in the middle of an answer."""
         return self.opens + ((self.tags.name[0],) if self.tags is not None and self.tags.name[0] else ())
+
+    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """Return calls as the model writes them, or "" if the syntax does not allow it. Each call has a name and
+        arguments."""
+        dump = partial(json.dumps, ensure_ascii=False)
+        if self.kind == "python" and self.opens:
+            pairs = [(call["name"], call["arguments"].items()) for call in calls]
+            texts = [f"{name}({', '.join(f'{key}={dump(value)}' for key, value in items)})" for name, items in pairs]
+            return f"{self.opens[0]}[{', '.join(texts)}]{self.closes[0]}"
+        if (form := self.form) is None or self.kind not in ("json", "named"):
+            return ""
+        texts = [f"{form.before_name}{each['name']}{form.after_name}{dump(each['arguments'])}" for each in calls]
+        return f"{form.begin}{form.separator.join(text + form.after for text in texts)}{form.end}"
 
 
 REASONING: dict[str, ReasoningSyntax] = {

@@ -280,6 +280,34 @@ async def test_templates_get_the_arguments_of_earlier_calls_as_text_or_as_an_obj
     assert prompt.count(tokenizer.special_ids["<end>"]) == rendered.count("<end><output>")
 
 
+@pytest.mark.parametrize(
+    ("marker", "content", "rendered"),
+    [
+        ("<|tool_call|>", None, f'<|tool_call|>[{{"name": "f", "arguments": {ARGUMENTS}}}]'),
+        ("List of tools: [<end>", SAID, f'{SAID}<|tool_call_start|>[f(city="Par\u00eds<end>")]<|tool_call_end|>'),
+    ],
+)
+async def test_earlier_calls_are_in_the_prompt_although_the_template_ignores_them(client, marker, content, rendered):
+    """The templates of Granite 3, Phi-4-mini and LFM2 show only the content of messages."""
+    template = (
+        "{% if tools %}"
+        + marker
+        + "{% endif %}{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}"
+    )
+    tokenizer = tokenizer_of(template, ["<end>", "<|tool_call|>", "<|tool_call_start|>"])
+    openai_client, dispatcher = await client(tokenizer, "ok")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+    messages: list[Any] = [{"role": "assistant", "content": content, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "1", "content": "sunny"})
+    await openai_client.chat.completions.create(model="tiny", messages=messages)
+    prompt, ids = dispatcher.answers[-1].request.prompt, tokenizer.special_ids
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == f"<assistant>{rendered}<tool>sunny"
+    assert (
+        prompt.count(ids["<end>"]),
+        prompt.count(ids["<|tool_call|>"]) + prompt.count(ids["<|tool_call_start|>"]),
+    ) == (0, 1)
+
+
 async def test_tokenize_counts_the_tools(client, hermes):
     openai_client, _ = await client(hermes, "x")
     url = str(openai_client.base_url).replace("/v1/", "/tokenize")

@@ -30,9 +30,12 @@ class StrictModel(BaseModel):
 
 
 def object_in(text: str) -> dict[str, Any] | None:
-    """Return the JSON object in the text, or None if the text is not a JSON object."""
+    """Return the JSON object in the text, or None if the text is not a JSON object. Lone surrogates, which cannot be
+    encoded, are replaced."""
     try:
         value = json.loads(text)
+        if "\\ud" in text.lower():
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

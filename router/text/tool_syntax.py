@@ -116,6 +116,15 @@ DEEPSEEK_OPENS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 DEEPSEEK_CLOSES = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 MISTRAL_HEADER = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
 JSON_CALL = ('{"name": "', '", "arguments": ', "}")
+COHERE_CALL = ('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}")
+
+
+def _listed(begin: str, end: str, call: tuple[str, str, str], name_key: str = "name") -> ToolSyntax:
+    """Return the syntax of calls in a list between two markers. `call` has the texts around the name and arguments."""
+    form = CallForm(begin + "[", *call, ", ", "]" + end)
+    return ToolSyntax("json", (begin,), (begin,), (end,), name_key=name_key, form=form)
+
+
 TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of which the first is used
     "openai": ToolSyntax(
         "harmony",
@@ -227,43 +236,10 @@ TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of whi
         form=CallForm("[TOOL_CALLS] [", *JSON_CALL, ", ", "]"),
         id_form="mistral",
     ),
-    "cohere_command3": ToolSyntax(
-        "json",
-        ("<|START_ACTION|>",),
-        ("<|START_ACTION|>",),
-        ("<|END_ACTION|>",),
-        name_key="tool_name",
-        form=CallForm(
-            "<|START_ACTION|>[",
-            '{"tool_call_id": "0", "tool_name": "',
-            '", "parameters": ',
-            "}",
-            ", ",
-            "]<|END_ACTION|>",
-        ),
-    ),
-    "apertus": ToolSyntax(
-        "json",
-        ("<|tools_prefix|>",),
-        ("<|tools_prefix|>",),
-        ("<|tools_suffix|>",),
-        name_key="",
-        form=CallForm("<|tools_prefix|>[", '{"', '": ', "}", ", ", "]<|tools_suffix|>"),
-    ),
-    "nemotron_json": ToolSyntax(
-        "json",
-        ("<TOOLCALL>",),
-        ("<TOOLCALL>",),
-        ("</TOOLCALL>",),
-        form=CallForm("<TOOLCALL>[", *JSON_CALL, ", ", "]</TOOLCALL>"),
-    ),
-    "jamba": ToolSyntax(
-        "json",
-        ("<tool_calls>",),
-        ("<tool_calls>",),
-        ("</tool_calls>",),
-        form=CallForm("<tool_calls>[", *JSON_CALL, ", ", "]</tool_calls>"),
-    ),
+    "cohere_command3": _listed("<|START_ACTION|>", "<|END_ACTION|>", COHERE_CALL, "tool_name"),
+    "apertus": _listed("<|tools_prefix|>", "<|tools_suffix|>", ('{"', '": ', "}"), ""),
+    "nemotron_json": _listed("<TOOLCALL>", "</TOOLCALL>", JSON_CALL),
+    "jamba": _listed("<tool_calls>", "</tool_calls>", JSON_CALL),
     "granite": ToolSyntax(
         "json",
         ("<|tool_call|>",),

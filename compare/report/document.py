@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compare.arms import ArmSettings
 from compare.endpoint import Document
-from compare.load.outcome import Outcome
+from compare.load.outcome import LoadRecording, Outcome
 from compare.load.traffic import spread
 from compare.run.session import Experiment, Findings, Period, main_problem
 from compare.stats import verdict as verdicts
@@ -49,6 +50,7 @@ CONTROLLED = ("attainment", "goodput_rps", "ttft_p50_ms", "tbt_p50_ms", "tpot_p5
 TAILS = ("ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "ttst_p99_ms", "fluidity", "throughput_tps")
 COMPARED = CONTROLLED + TAILS
 WORST = 10
+STEADY_ANSWERS = 8  # a period of this many durations of an answer is long enough for a steady load
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 PREDICTED = ("attainment", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tbt_p99_ms")
 ESTIMATE = ("mean", "low", "high")
@@ -509,6 +511,29 @@ def tuning_notes(experiment: Experiment, causes: Mapping[str, Mapping[str, int]]
     ]
 
 
+def is_overloaded(figures: Figures, period: Period) -> bool:
+    measured = figures.metrics.get(period.trial.position)
+    return measured is not None and not period.problems and measured.overloaded
+
+
+def short_periods(arm: str, overloaded: Sequence[LoadRecording]) -> list[str]:
+    """Return a note if the arm's periods count as overloaded, but may only be too short for its answers.
+
+    The number of outstanding requests grows until the load is steady, which takes several durations of an answer.
+    """
+    outcomes = [one for recording in overloaded for one in recording.outcomes if one.token_s and one.ended_s]
+    if not outcomes:
+        return []
+    answer_s = fmean((one.ended_s or 0.0) - one.token_s[0] for one in outcomes)
+    period_s = max(one.scheduled_s for one in outcomes)
+    if period_s >= STEADY_ANSWERS * answer_s:
+        return []
+    return [
+        f"{arm} may not have been overloaded: its answers take {answer_s:.0f} s, so the number of outstanding requests"
+        f" still grows after {period_s:.0f} s; use --duration {math.ceil(STEADY_ANSWERS * answer_s)} or more"
+    ]
+
+
 def caveats(figures: Figures) -> list[str]:
     """Return notes on the limitations of the figures, such as periods that are left out."""
     notes = list(figures.findings.notes)
@@ -528,6 +553,7 @@ def caveats(figures: Figures) -> list[str]:
                 f"{arm} was overloaded in {valid - steady} of {valid} periods: its latency curves and phases are"
                 f" {'of its other periods' if steady else 'left out'}"
             )
+        notes += short_periods(arm, [period.recording for period in own if is_overloaded(figures, period)])
     if len(figures.invalid) == 1 and figures.invalid.total() >= MIN_INVALID:
         arm = next(iter(figures.invalid))
         notes.append(f"all invalid periods are of {arm}: its load may be the cause")

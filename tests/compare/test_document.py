@@ -244,6 +244,20 @@ def test_latencies_of_overloaded_periods_are_left_out():
     ]
 
 
+@pytest.mark.parametrize(("answer_s", "is_noted"), [(3.0, True), (0.4, False)])
+def test_a_growing_load_in_a_period_that_is_short_for_its_answers_may_be_no_overload(answer_s, is_noted):
+    made, found = session()
+    overload(found.periods[0])
+    for outcome in found.periods[0].recording.outcomes:
+        outcome.token_s[-1] = outcome.ended_s = outcome.token_s[0] + answer_s
+    notes = [note for note in reported(made, found)["notes"] if "may not have been overloaded" in note]
+    arm = found.periods[0].trial.arm
+    assert notes == is_noted * [
+        f"{arm} may not have been overloaded: its answers take 3 s, so the number of outstanding requests still grows"
+        " after 4 s; use --duration 24 or more"
+    ]
+
+
 def test_an_arm_that_was_always_overloaded_has_no_latency():
     made, found = session()
     for one in found.periods:

@@ -1,8 +1,9 @@
 """Compare live runs of the demo model with simulations of the same traffic, end to end.
 
 As in `baton profile --from`, a cost file is fitted to the records of a live cluster, which serves the preset "mix".
-Then other traffic runs on new clusters of both modes, and each period is simulated with this cost file. --traces is a
-directory with traces of Azure and Mooncake. The machine must be idle.
+Then other traffic runs on new clusters of both modes, and each period is simulated with this cost file. Because the
+machine's speed varies, this is repeated for each kind of traffic. --traces is a directory with traces of Azure and
+Mooncake. The machine must be idle.
 """
 
 import asyncio
@@ -65,9 +66,9 @@ def main() -> None:
     given = options.parse_args()
     rows: list[list[Cell]] = []
     with tempfile.TemporaryDirectory(prefix="live-") as directory:
-        cost = Path(directory) / "cost.json"
-        cost.write_text(json.dumps(asyncio.run(fitted(Path(directory) / "log"))))
         for number, (name, traffic) in enumerate(TRAFFIC.items()):
+            cost = Path(directory) / f"{number}.json"
+            cost.write_text(json.dumps(asyncio.run(fitted(Path(directory) / "log"))))
             trace = {"trace": given.traces / traffic["trace"]} if "trace" in traffic else {}
             chosen = traffic | trace | {"seeds": given.seeds, "duration": given.duration}
             for arm, found in predictions(cost, Path(directory) / str(number), chosen).items():

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine.formats.scheme import read_scheme
 from engine.models.config import check_architecture, eos_token_ids
@@ -80,6 +81,34 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForCausalLM": Family(gemma.gemma4, replace(GEMMA, norms_are_offsets=False, experts=GEMMA4)),
 }
 
+# Transformers' defaults of keys that config.json may omit, by `model_type` or architecture, if they are not Llama's. A
+# value of null in the file counts as given, as in transformers.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8},
+    "Ministral3ForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32},
+    "SmolLM3ForCausalLM": {"num_key_value_heads": 4},
+    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "Qwen2MoeForCausalLM": {"num_key_value_heads": 16},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4},
+    "Glm4MoeForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "DeepseekV2ForCausalLM": {"n_shared_experts": 2},
+    "DeepseekV3ForCausalLM": {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    "Glm4MoeLiteForCausalLM": {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8},
+    "GptOssForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0},
+    "Gemma2ForCausalLM": {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"},
+    "Gemma3ForCausalLM": {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"},
+    "Gemma4ForCausalLM": {"num_key_value_heads": 4},
+    "Qwen3NextForCausalLM": {"num_key_value_heads": 2},
+    "Qwen3_5ForCausalLM": {"num_key_value_heads": 4},
+    "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2},
+    "qwen3_vl_text": {"num_key_value_heads": 32, "rope_theta": 500_000.0},
+    "qwen2_5_vl_text": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
+}
+DEFAULTS["qwen2_5_vl"] = DEFAULTS["qwen2_5_vl_text"]
+
 UNSUPPORTED = {
     "DeepseekV32ForCausalLM": latent.NO_INDEX,
     "DeepseekV4ForCausalLM": "models with compressed attention are not supported",
@@ -109,7 +138,9 @@ def read_model_config(directory: Path) -> ModelConfig:
         keys.refuse("architectures", UNSUPPORTED[str(names[0])])
     if check_architecture(keys, (*FAMILIES, *MULTIMODAL)) in MULTIMODAL or is_multimodal(keys.values):
         keys = _decoder(keys, directory / "config.json")
-    config = FAMILIES[str(keys.values["architectures"][0])].read(keys)
+    name, kind = str(keys.values["architectures"][0]), str(keys.values.get("model_type"))
+    keys.values = DEFAULTS.get(kind, DEFAULTS.get(name, {})) | keys.values
+    config = FAMILIES[name].read(keys)
     read_scheme(directory)  # raises ValueError if the quantization is not supported
     return replace(config, eos_token_ids=eos_token_ids(keys, directory, config.vocab_size))
 

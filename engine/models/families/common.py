@@ -149,6 +149,19 @@ def rope(
     return scaled(made, keys, given, dims)
 
 
+def original_length(keys: ConfigReader, given: ConfigReader, default: int | None = None) -> int:
+    """Return the length before scaling. As in transformers, a value outside the rotary embedding's object `given` has
+    priority."""
+    key = "original_max_position_embeddings"
+    return (given if keys.values.get(key) is None else keys).size(key, default)
+
+
+def require_rope(keys: ConfigReader) -> None:
+    """Refuse a file without the rotary embedding, for families whose default in transformers scales it."""
+    if not rope_values(keys).values:
+        keys.refuse("rope_parameters", "this family requires it")
+
+
 def scaled(rope: Rope, keys: ConfigReader, given: ConfigReader, dims: int) -> Rope:
     """Return `rope` with the scaling for long contexts that `given` describes."""
     key = "rope_type" if "rope_type" in given.values else "type"
@@ -161,12 +174,11 @@ def scaled(rope: Rope, keys: ConfigReader, given: ConfigReader, dims: int) -> Ro
         low, high = given.positive("low_freq_factor"), given.positive("high_freq_factor")
         if low >= high:
             given.refuse("high_freq_factor", f"it must be above low_freq_factor ({low})")
-        original = given.size("original_max_position_embeddings")
+        original = original_length(keys, given)
         return replace(rope, kind=kind, factor=given.positive("factor"), low_freq_factor=low, high_freq_factor=high,
                        original_max_position_embeddings=original)  # fmt: skip
     longest = keys.size("max_position_embeddings")
-    known = keys.size("original_max_position_embeddings", longest)
-    original = given.size("original_max_position_embeddings", known)
+    original = original_length(keys, given, longest)
     rope = replace(rope, kind=kind, original_max_position_embeddings=original)
     if kind == "yarn":
         return _yarn(rope, given, given.positive("factor", longest / original))

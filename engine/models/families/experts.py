@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from engine.models.families import common
 from engine.models.families.common import FULL, SLIDING
-from engine.models.families.llama import QWEN3_HEAD_DIM
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
 from shared.config_reader import ConfigReader
 
@@ -32,7 +31,7 @@ def qwen3_moe(keys: ConfigReader) -> ModelConfig:
 
 def glm4_moe(keys: ConfigReader) -> ModelConfig:
     bias, norm = keys.flag("attention_bias"), keys.flag("use_qk_norm")
-    attention = common.attention(keys, QWEN3_HEAD_DIM, default_share=0.5, qk_norm=norm, qkv_bias=bias)
+    attention = common.attention(keys, default_share=0.5, qk_norm=norm, qkv_bias=bias)
     dense = common.layer_count(keys, "first_k_dense_replace", 1)
     return _model(keys, attention, sigmoid_moe(keys), lambda index: index >= dense)
 
@@ -40,6 +39,7 @@ def glm4_moe(keys: ConfigReader) -> ModelConfig:
 def gpt_oss(keys: ConfigReader) -> ModelConfig:
     for key, supported in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         keys.require(key, supported, supported)
+    common.require_rope(keys)
     attention = common.attention(keys, 64, sinks=True, biased=keys.flag("attention_bias", True))
     kinds = common.layer_kinds(keys, lambda index: FULL if index % 2 else SLIDING)
     expert = MlpSpec(keys.size("intermediate_size"), "clamped_swiglu", bias=True)

@@ -39,6 +39,7 @@ def gemma4(keys: ConfigReader) -> ModelConfig:
     biased = keys.flag("attention_bias")
     attention = common.attention(keys, 256, rope=None, qk_norm=True, biased=biased, norms_values=True)
     kinds = common.layer_kinds(keys, lambda index: SLIDING if (index + 1) % 6 else FULL)
+    kinds[-1] = FULL  # as in transformers
     kv_heads, head_dim = _global_heads(keys, attention, kinds)
     given = keys.nested("rope_parameters")
     local = common.scaled(Rope(given.nested(SLIDING).positive("rope_theta", 10_000.0)), keys, given.nested(SLIDING),
@@ -125,7 +126,7 @@ def _cap(keys: ConfigReader, key: str, default: float) -> float:
 
 
 def _model(keys: ConfigReader, attention: list[AttentionSpec], softcap: float) -> ModelConfig:
-    mlp = common.mlp(keys, activation="hidden_activation" if "hidden_activation" in keys.values else "hidden_act")
+    mlp = common.mlp(keys, activation="hidden_activation")
     return common.model(
         keys, [LayerSpec(one, mlp, post_norms=True) for one in attention],
         tie_word_embeddings=keys.flag("tie_word_embeddings", True), embedding_scale=keys.size("hidden_size") ** 0.5,

@@ -15,6 +15,7 @@ def deepseek_v2(keys: ConfigReader) -> ModelConfig:
     dense = common.layer_count(keys, "first_k_dense_replace", 0)
     keys.require("moe_layer_freq", 1, 1)
     keys.require("scoring_func", "softmax", "softmax")
+    keys.size("num_experts_per_tok")  # has no default
     keys.require("norm_topk_prob", False, False)  # implementations differ in how they combine it with the scale
     moe = replace(sigmoid_moe(keys, 64), score="softmax", corrects=False, renormalizes=False, group_scores=1)
     method = keys.text("topk_method", "greedy")
@@ -50,6 +51,7 @@ def glm4_moe_lite(keys: ConfigReader) -> ModelConfig:
 
 def mistral4(keys: ConfigReader) -> ModelConfig:
     keys.require("first_k_dense_replace", 0, 0)
+    common.require_rope(keys)
     moe = replace(sigmoid_moe(keys, 128, 4), score="softmax", corrects=False)
     return common.sparse_model(keys, latent(keys, 1024, 256, 64, 128), moe, lambda index: True)
 
@@ -78,6 +80,6 @@ def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_d
     if given.values.get("llama_4_scaling_beta"):
         spec = replace(
             spec, temperature=given.positive("llama_4_scaling_beta"),
-            temperature_tokens=given.size("original_max_position_embeddings"),
+            temperature_tokens=common.original_length(keys, given),
         )  # fmt: skip
     return replace(spec, query_scale=scale)

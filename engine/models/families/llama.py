@@ -29,7 +29,7 @@ def ministral3(keys: ConfigReader) -> ModelConfig:
     attention = common.attention(
         keys, 128, window=0 if keys.values.get("sliding_window") is None else keys.size("sliding_window"),
         temperature=given.positive("llama_4_scaling_beta"),
-        temperature_tokens=given.size("original_max_position_embeddings"),
+        temperature_tokens=common.original_length(keys, given),
     )  # fmt: skip
     return uniform(keys, attention, common.mlp(keys))
 

@@ -49,7 +49,11 @@ class Rebalancer:
         if not role:
             return
         prefill, decode = self._pool.routable()
-        nodes = [each for each in (prefill if role == "decode" else decode) if not each.info.shared_pool_owner]
+        owners = {each.info.shared_pool_owner for each in self._pool.connections.values()}
+        nodes = [
+            each for each in (prefill if role == "decode" else decode)
+            if not each.info.shared_pool_owner and each.info.incarnation_id not in owners
+        ]  # fmt: skip
         if not nodes:
             return
         node = min(nodes, key=lambda each: (len(each.listeners), each.load.outstanding_tokens, each.info.id))

@@ -306,11 +306,13 @@ async def test_the_least_loaded_node_of_the_other_role_changes_and_none_if_there
         return ""
 
     def node(name: str, num_requests: int, owner: str = "") -> Any:
-        info = replace(info_of(), id=name, shared_pool_owner=owner)
+        info = replace(info_of(), id=name, incarnation_id=f"incarnation of {name}", shared_pool_owner=owner)
         return SimpleNamespace(info=info, listeners=range(num_requests), load=SimpleNamespace(outstanding_tokens=0))
 
-    decode = [node("d0", 5), node("d1", 1), node("d2", 0, owner="d0"), node("d3", 9)]
-    pool = SimpleNamespace(routable=lambda: ([node("p0", 0)], decode))
+    prefill = [node("p0", 0), node("p1", 0, owner="incarnation of d0")]  # d0 and d3 own shared pools
+    decode = [node("d0", 0), node("d1", 1), node("d2", 0, owner="incarnation of d3"), node("d3", 0), node("d4", 9)]
+    connections = {each.info.id: each for each in prefill + decode}
+    pool = SimpleNamespace(routable=lambda: (prefill, decode), connections=connections)
     signals = SimpleNamespace(
         num_routers=2, needed=lambda: {"prefill": 1.5, "decode": 3.0}, present=lambda: {"prefill": 1, "decode": 4}
     )

@@ -93,6 +93,7 @@ def _attributes(settings: NodeSettings, components: EngineComponents, budget: Bu
         "cpus": str(len(os.sched_getaffinity(0))),
         "max_step_tokens": str(budget.ceiling),
         "tbt_slo_ms": f"{settings.tbt_slo_ms:g}",
+        "recurrent": str(any(group.kind == "state" for group in components.groups)).lower(),
         "prefix_caching": str(settings.enable_prefix_caching).lower(),
         "python": platform.python_version(),
     }

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from router.dispatch.admission import AdmissionQueue, QueueEntry
@@ -66,6 +66,8 @@ class AdmittedRequest:
         self.samples = [SampleState(index) for index in range(request.n)]
         self.samples[0].tokens += request.generated
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
+        self.prompt_node: NodeConnection | None = None  # the prefill node that computed the prompt, if any
+        self.sharers = Counter[int]()  # see `LoadCharge`
         self.first_is_computed = asyncio.Event()  # set when sample 0's prompt is computed; other samples wait for this
         self._queue = queue
         self._counts = counts
@@ -202,7 +204,10 @@ class Attempt:
         prefill_load = None if prefill is None else prefill.load
         num_done = len(self.sample.tokens)
         num_tokens, may_add = len(self.request.prompt) + num_done, self.request.max_tokens - num_done
-        self._charge = LoadCharge(prefill_load, decode.load, num_tokens, cached_tokens, may_add)
+        num_shared = shared_tokens(self.request, decode)
+        self._charge = LoadCharge(
+            prefill_load, decode.load, num_tokens, cached_tokens, may_add, num_shared, self._admitted.sharers
+        )
         self.sample.attempt = self
 
     def end(self, error: Exception | None) -> bool:
@@ -285,7 +290,7 @@ class Attempt:
             self._prompt_computed(self._charge)
             if self.sample.index == 0:
                 if self._handed_off or self.prefill is None:
-                    self._admitted.kv_node = self.decode
+                    self._admitted.kv_node, self._admitted.prompt_node = self.decode, self.prefill
                 self._admitted.first_is_computed.set()
         self._prompt_logprobs += delta.prompt_logprobs
         if not delta.tokens and not delta.finish:
@@ -316,6 +321,13 @@ class Attempt:
         self._ready.append((size, delta))
         self._admitted.buffered(size)
         self._wake()
+
+
+def shared_tokens(request: GenerationRequest, node: NodeConnection) -> int:
+    """Return how many tokens of the prompt are in the prefix cache of a node that has the prompt's KV. The cache keeps
+    only full blocks."""
+    size, caches = node.info.block_tokens, node.info.attributes.get("prefix_caching") != "false"
+    return (len(request.prompt) - 1) // size * size if caches and request.share_prefix else 0
 
 
 def _failure(connection: NodeConnection, delta: TokenDelta) -> Exception:

@@ -17,7 +17,15 @@ from math import inf
 from typing import Any, TypeVar
 
 from router.dispatch.admission import AdmissionQueue, deadline_error
-from router.dispatch.attempt import HANDOFF, AdmittedRequest, Attempt, AttemptFailed, ClientBackpressure, SampleState
+from router.dispatch.attempt import (
+    HANDOFF,
+    AdmittedRequest,
+    Attempt,
+    AttemptFailed,
+    ClientBackpressure,
+    SampleState,
+    shared_tokens,
+)
 from router.dispatch.failover import Failover, RetryBudget, inexact_reason
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
 from router.dispatch.rules import DispatchRules
@@ -151,7 +159,8 @@ class Dispatcher:
         """Yield the tokens of one sample. After a failure, continue on other nodes from the last delivered token.
 
         Sample 0 runs alone until its prompt is computed. The other samples are then placed on the node that has the
-        prompt's KV. Raises UnavailableError or RequestError if the sample cannot be completed.
+        prompt's KV (see `_state_source` for models with recurrent states). Raises UnavailableError or RequestError if
+        the sample cannot be completed.
         """
         try:
             if sample.index:
@@ -246,8 +255,9 @@ class Dispatcher:
             and sibling.info.id not in failover.avoid
             and not needs_peer(sibling.info)
         ):
-            self._record_placement(attempt, Placement(None, sibling.info.id, "sibling"))
-            attempt.begin(None, sibling, _cached_tokens(request, sibling))
+            source = self._state_source(admitted, sibling, failover)
+            self._record_placement(attempt, Placement(source.info.id if source else None, sibling.info.id, "sibling"))
+            attempt.begin(source, sibling, shared_tokens(request, sibling))
             return
 
         has_tokens = any(each.tokens for each in admitted.samples)  # all tokens must come from the same version
@@ -283,6 +293,19 @@ class Dispatcher:
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
         request.version = decode.version
         attempt.begin(prefill, decode, candidate.cached_tokens)
+
+    def _state_source(
+        self, admitted: AdmittedRequest, sibling: NodeConnection, failover: Failover
+    ) -> NodeConnection | None:
+        """Return the prefill node from which further samples get the recurrent state, or None if they need no state.
+
+        The prefill node has the state before the prompt's last token. The decode node got only the state after it, and
+        would compute the whole prompt again."""
+        node = admitted.prompt_node
+        is_usable = node in self._pool.routable()[0] and sibling.info.attributes.get("recurrent") == "true"
+        if node is None or not is_usable or node.info.shared_pool_owner or node.info.id in failover.avoid:
+            return None
+        return node
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:
         self._placements[placement.reason] += 1
@@ -362,13 +385,6 @@ class Dispatcher:
                     await self._pool.change()
                 return True
         return False
-
-
-def _cached_tokens(request: GenerationRequest, node: NodeConnection) -> int:
-    """Return how many tokens of the prompt are in the prefix cache of a node that has the prompt's KV. The cache keeps
-    only full blocks."""
-    size, caches = node.info.block_tokens, node.info.attributes.get("prefix_caching") != "false"
-    return (len(request.prompt) - 1) // size * size if caches else 0
 
 
 def _outcome(error: Exception, request: GenerationRequest) -> str:

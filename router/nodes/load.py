@@ -1,5 +1,6 @@
 """The load and the speed of one node as placement sees them, and the node's status for `/v1/status`."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,16 +98,23 @@ class NodeLoad:
 
 class LoadCharge:
     """The load that one attempt adds to its nodes. The load includes the prompt's tokens until the prompt is computed,
-    and the tokens of the KV until the attempt ends."""
+    and the tokens of the KV until the attempt ends. Attempts of one request share the KV of its prompt."""
 
-    def __init__(self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int) -> None:
+    def __init__(
+        self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int,
+        num_shared: int = 0, sharers: Counter[int] | None = None,
+    ) -> None:  # fmt: skip
         """Charge a sequence of `num_tokens` tokens. The node that computes the prompt probably has `cached` of these
-        tokens in its prefix cache. `may_add` is the maximum number of tokens that the attempt may generate."""
+        tokens in its prefix cache. `may_add` is the maximum number of tokens that the attempt may generate. All
+        attempts on a node that `sharers` counts hold the KV of the first `num_shared` tokens once."""
         self._computing, self._decode = prefill or decode, decode
         self.prompt_tokens = max(0, num_tokens - cached)
         self._pairs = pairs_of(num_tokens - self.prompt_tokens, self.prompt_tokens)
-        self._kv_tokens = num_tokens + may_add // 2
+        self._kv_tokens, self._num_shared = num_tokens - num_shared + may_add // 2, num_shared
+        self._sharers = Counter[int]() if sharers is None else sharers
         self._add_prompt(1)
+        decode.kv_tokens += 0 if self._sharers[id(decode)] else num_shared
+        self._sharers[id(decode)] += 1
         decode.kv_tokens += self._kv_tokens
         self.is_prompt_computed = False
 
@@ -119,7 +127,8 @@ class LoadCharge:
     def end(self) -> None:
         """Remove the whole charge. Must be called once."""
         self.prompt_computed()
-        self._decode.kv_tokens -= self._kv_tokens
+        self._sharers[id(self._decode)] -= 1
+        self._decode.kv_tokens -= self._kv_tokens + (0 if self._sharers[id(self._decode)] else self._num_shared)
 
     def _add_prompt(self, sign: int) -> None:
         self._computing.outstanding_tokens += sign * self.prompt_tokens

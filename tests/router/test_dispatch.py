@@ -360,6 +360,46 @@ async def test_further_samples_start_on_the_node_that_has_the_prompts_kv() -> No
     here.check_over()
 
 
+async def test_further_samples_of_a_recurrent_model_get_the_state_from_the_prefill_node() -> None:
+    here = stage("p0 p1 d0 d1")
+    for node in here.nodes.values():
+        node.info.attributes["recurrent"] = "true"
+    run = await here.submit(n=3)
+    p0, home, _ = here.attempt(0)
+    p0.send(token("r.0.0", 0))
+    home.send(TokenDelta("r.0.0", 1, handed_off=True))
+    await settle()
+    for sample in (1, 2):
+        node, decode, submit = here.attempt(0, sample)
+        assert (node, decode, submit.decode_node) == (p0, home, home.info.address)
+    assert p0.load.outstanding_tokens == 2, "8 of 9 tokens are cached for each sample"
+    p0.send(token("r.1.0", 0))
+    home.send(TokenDelta("r.1.0", 1, handed_off=True), *generated("r.0.0", 1), *generated("r.1.0", 1))
+    p0.die()
+    await settle()
+    node, _, submit = here.attempt(1, 2)
+    assert (node, submit.decode_node) == (home, ""), "the prefill node is gone"
+    home.send(*generated("r.2.1"))
+    pieces = await collect(run)
+    assert [tokens_of(pieces, index) for index in range(3)] == [ANSWER] * 3
+    here.check_over()
+
+
+async def test_samples_count_the_prompt_that_they_share_once() -> None:
+    here = stage("d0")
+    run = await here.submit(n=3)
+    here.d0.send(token("r.0.0", 0))
+    await settle()
+    shared, own = 8, 1 + len(ANSWER) // 2  # tokens of the prompt, whose last block is not full
+    assert here.d0.load.kv_tokens == shared + 3 * own
+    here.d0.send(*generated("r.0.0", 1))
+    await settle()
+    assert here.d0.load.kv_tokens == shared + 2 * own, "the other samples still hold the prompt"
+    here.d0.send(*generated("r.1.0"), *generated("r.2.0"))
+    await collect(run)
+    here.check_over()
+
+
 async def test_logprobs_of_a_part_of_the_prompt_do_not_start_further_samples() -> None:
     here = stage("d0 d1")
     run = await here.submit(n=2, prompt_logprobs=0)

@@ -95,14 +95,19 @@ class Geometry:
         fits = range(max(num_rows, -(-max_tokens // self.block_tokens) + 1))
         return bisect_right(fits, num_rows - 1, key=lambda blocks: self.rows_for(blocks * self.block_tokens, chunk)) - 1
 
+    def fork_point(self, num_prompt: int) -> int:
+        """Return the position from which another request with the same prompt computes: the end of the last block
+        before the prompt's last token."""
+        return (num_prompt - 1) // self.block_tokens * self.block_tokens
+
     def landing_order(self, num_prompt: int, held: int) -> list[RowPlace]:
         """Return the rows of a prompt that a peer needs, in the order of transfer.
 
-        The peer already has the first `held` blocks of "full" groups. Blocks that no query after the prompt sees are
-        left out. Rows are ordered by block, then by group and row. The rows of the state come last.
+        The peer already has the first `held` blocks of "full" groups. Blocks that no query from `fork_point` on sees
+        are left out. Rows are ordered by block, then by group and row. The rows of the state come last.
         """
-        size, places = self.block_tokens, []
-        firsts = [held if group.kind == "full" else self.first_block(group, num_prompt) for group in self.attention]
+        size, places, fork = self.block_tokens, [], self.fork_point(num_prompt)
+        firsts = [held if group.kind == "full" else self.first_block(group, fork) for group in self.attention]
         for block in range(min(firsts), -(-num_prompt // size)):
             for index, group in enumerate(self.attention):
                 if block >= firsts[index]:

@@ -877,7 +877,7 @@ class Scheduler:
         """
         if slice_.is_decode:
             return 0 if slice_.end % self.block_tokens else slice_.end
-        last = (request.num_tokens - 1) // self.block_tokens * self.block_tokens
+        last = self.geometry.fork_point(request.num_tokens)
         interval = cdiv(self._state_interval, self.block_tokens) * self.block_tokens
         regular = slice_.end // interval * interval if interval else 0
         return next((at for at in (request.junction, last, regular) if slice_.start < at <= slice_.end), 0)
@@ -911,7 +911,8 @@ class Scheduler:
             extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
             self._name_blocks(request, first, full)
         if not self.geometry.is_uniform:
-            self._release_unseen(request, end - request.state_lag)
+            keep = self.geometry.fork_point(len(request.tokens)) if request.send_kv else end  # the peer gets this too
+            self._release_unseen(request, min(end - request.state_lag, keep))
 
     def _name_blocks(self, request: Request, first: int, end: int) -> None:
         for index, (table, group) in enumerate(zip(request.tables, self.geometry.attention, strict=True)):

@@ -64,7 +64,7 @@ def test_the_landing_order_has_what_later_queries_see_and_grows_with_the_prompt(
     states = len(geometry.attention)
     for index, group in enumerate(geometry.attention):
         wanted = {
-            key // size for key in range(held * size if group.kind == "full" else 0, num_prompt) for query in range(num_prompt, num_prompt + 25)
+            key // size for key in range(held * size if group.kind == "full" else 0, num_prompt) for query in range((num_prompt - 1) // size * size, num_prompt + 25)
             if sees(group, query, key)
         }  # fmt: skip
         sent = {place.block for place in order if place.group == index}

@@ -235,6 +235,32 @@ def test_received_kv_is_reserved_then_owned_and_continued_at_the_second_token() 
     assert (second.num_computed, scheduler.ledger().reserved) == (8, 1)
 
 
+@pytest.mark.parametrize("window", range(4, 12))
+@pytest.mark.parametrize("num_prompt", range(9, 14))
+def test_further_samples_start_from_received_kv_of_layers_with_windows(num_prompt: int, window: int) -> None:
+    scheduler = Scheduler(StepLimits(), 60, 4, groups=(Group("full"), Group("window", 1, window)))
+    driver = Driver(scheduler)
+    prompt = list(range(num_prompt))
+    scheduler.add(request("first", prompt, 4, receive_kv=True))
+    driver.finish()
+    scheduler.add(further := request("further", prompt, 4))
+    driver.finish()
+    assert further.num_cached == (num_prompt - 1) // 4 * 4
+    assert further.tokens[num_prompt:] == expected(prompt, 4)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 32])
+@pytest.mark.parametrize("num_prompt", [9, 11, 12, 13])
+def test_a_sender_keeps_all_rows_of_the_landing_order(num_prompt: int, chunk: int) -> None:
+    scheduler = Scheduler(StepLimits(chunk), 60, 4, groups=(Group("full"), Group("window", 1, 6)))
+    scheduler.add(sending := request("r", list(range(num_prompt)), 4, send_kv=True))
+    driver = Driver(scheduler)
+    while sending.state is not RequestState.SENDING_KV:
+        driver.iterate()
+    order = scheduler.geometry.landing_order(num_prompt, 0)
+    assert all(sending.tables[place.group][place.block] for place in order)
+
+
 def test_blocks_of_an_aborted_transfer_wait_until_their_writer_has_stopped() -> None:
     scheduler = Scheduler(StepLimits(), 20, 4)
     received = request("r", list(range(10)), 4, receive_kv=True)

@@ -56,6 +56,7 @@ class QueueEntry:
     # time on the node would otherwise include the pause.
     granted_at: float | None = None
     has_pending_prefill: bool = True
+    cached_tokens: int = 0  # tokens of the prompt that were subtracted from `prompt_tokens`
     granted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -123,6 +124,7 @@ class AdmissionQueue:
         self.capacity = PoolCapacity()
         self.held_requests = self.held_tokens = self.pending_prefill_tokens = self.pending_prefills = 0
         self.queued_requests = 0
+        self._cached_tokens = 0  # tokens that were subtracted from `held_tokens`, because they are in a prefix cache
         self._max_wait_s = max_wait_s
         self._max_queued_tokens = max_queued_tokens
         self._levels: dict[int, PriorityLevel] = {}
@@ -232,6 +234,8 @@ class AdmissionQueue:
             self.held_tokens -= shared
             self.pending_prefill_tokens -= shared if entry.has_pending_prefill else 0
             entry.prompt_tokens -= shared
+            entry.cached_tokens += shared
+            self._cached_tokens += shared
 
     def prompt_computed(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
         """Record that the entry's prompt is computed."""
@@ -255,8 +259,10 @@ class AdmissionQueue:
         self.held_requests -= 1
         self.held_tokens -= tokens
         self._served[entry.tenant] += generated - entry.sample_tokens  # charge the actual number of tokens
+        cached = entry.cached_tokens if is_last else 0  # counts as finished: waiting entries count their whole prompts
+        self._cached_tokens -= cached
         if self._levels:
-            self._throughput.finished_tokens += tokens / max(1, self.capacity.requests)
+            self._throughput.finished_tokens += (tokens + cached) / max(1, self.capacity.requests)
         if entry.granted_at is not None and generated:
             self._stayed_s = FORGET * self._stayed_s + now - entry.granted_at
             self._generated = FORGET * self._generated + generated
@@ -281,7 +287,7 @@ class AdmissionQueue:
     def expected_wait_s(self, entry: QueueEntry) -> float:
         """Return the predicted seconds until the entry gets a slot, or 0 before the first measurement."""
         slots = max(1, self.capacity.requests)
-        rate = slots * self._throughput.tokens_per_s(self.held_tokens / slots)
+        rate = slots * self._throughput.tokens_per_s((self.held_tokens + self._cached_tokens) / slots)
         ahead = sum(sum(level.tokens.values()) for at, level in self._levels.items() if at < entry.priority)
         level = self._levels.get(entry.priority)
         ahead += level.share(entry.tenant, entry.cost) if level else entry.cost

@@ -186,6 +186,20 @@ def test_a_request_is_rejected_if_its_predicted_wait_is_too_long() -> None:
     assert it.offer(other, 10.0) == [], "tenants share the capacity"
 
 
+@pytest.mark.parametrize("cached", [0, 80])
+def test_the_predicted_wait_is_right_if_prompts_are_in_the_prefix_cache(cached: int) -> None:
+    it = AdmissionQueue(max_queued_tokens=10**6)
+    it.resize(PoolCapacity(1, 10**6, 10**6, 10), 0.0)
+    (held,) = it.offer(entry(prompt=90, answer=10), 0.0)
+    for number in range(1, 11):  # the node serves one request per second
+        it.credit_prefix_hit(held, cached)
+        it.offer(entry(prompt=90, answer=10), float(number - 1))
+        (held,) = it.release(held, 10, float(number))
+    for _ in range(20):
+        it.offer(entry(prompt=90, answer=10), 10.0)
+    assert it.expected_wait_s(entry(prompt=90, answer=10)) == pytest.approx(21.0, rel=0.2)
+
+
 def test_a_request_that_cannot_meet_its_deadline_is_rejected() -> None:
     it = AdmissionQueue()
     it.resize(PoolCapacity(1, 10**6, 10**6, 10), 0.0)

@@ -550,7 +550,7 @@ class ProxySettings(JoiningSettings, EngineSettings):
     )
     max_num_seqs: Count = setting(256, "Maximum requests that the engine runs at the same time (its --max-num-seqs).")
     stuck_s: Seconds = setting(
-        30.0, "Treat the engine as lost after this many seconds in which it neither answers nor computes a step."
+        30.0, "Treat the engine as lost after this many seconds without progress. No single step may take longer."
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
     steps_socket: str = setting("", "Unix socket on which vLLM's plugin reports its steps (BATON_STEPS).", "no steps")

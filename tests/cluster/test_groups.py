@@ -28,11 +28,11 @@ class Checked:
         self.running = running
         self._groups = groups
 
-    def ask(self, prompt: list[int], count: int) -> tuple[list[int], int]:
+    def ask(self, prompt: list[int], count: int, n: int = 1) -> tuple[list[int], int]:
         """Return the answer, and the number of prompt tokens that were found in the prefix cache."""
-        body = self.running.post("/v1/completions", completion(self.running.model, prompt, count))
+        body = self.running.post("/v1/completions", completion(self.running.model, prompt, count, n=n))
         tokens = list(body["choices"][0]["token_ids"])
-        assert tokens == expected(prompt, count, self._groups)
+        assert [choice["token_ids"] for choice in body["choices"]] == [expected(prompt, count, self._groups)] * n
         return tokens, int((body["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0))
 
 
@@ -45,6 +45,16 @@ def test_a_handoff_sends_what_later_tokens_need_and_one_state(kind: str, num_row
         sender = next(node for node in status["nodes"] if node["role"] == "prefill")
         assert (sender["handoffs"], sender["blocks_moved"]) == (1, num_rows)
         assert sender["bytes_moved"] == num_rows * sender["block_bytes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_further_samples_compute_only_the_last_block_of_the_prompt(kind: str, tmp_path: Path) -> None:
+    """The samples start at position 144, whose query sees a block that a query at position 152 does not see."""
+    with checked(kind, 1, tmp_path) as here:
+        prompt = prompt_of(1, 152)
+        here.ask(prompt, 20, n=3)
+        status = here.running.settled()
+        assert sum(node["prompt_tokens"] for node in status["nodes"]) == 152 + 2 * 8
 
 
 @pytest.mark.parametrize("kind", KINDS)

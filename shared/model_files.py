@@ -10,11 +10,8 @@ from shared.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 OTHER_DEMO_MODELS = ("hybrid", "moe")  # next to DEMO_MODEL; not in the wheel, because they would triple its size
-# Values of `text_config` that Gemma 3's files omit, because they are transformers' defaults.
-GEMMA3 = {
-    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "max_position_embeddings": 131_072, "hidden_activation": "gelu_pytorch_tanh",
-}  # fmt: skip
+# Values of `text_config` that Gemma 3's files omit, because they are transformers' defaults, and that every file needs.
+GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072}
 SHARED = ("bos_token_id", "eos_token_id")  # keys that a multimodal model may have outside `text_config`
 MAX_CONFIG_BYTES = 1 << 20
 MAX_COUNT = 2**31 - 1

@@ -197,16 +197,19 @@ class Attempt:
         """Return whether any token of this attempt came from this node."""
         return node in self._producers
 
-    def begin(self, prefill: NodeConnection | None, decode: NodeConnection, cached_tokens: int) -> None:
+    def begin(self, prefill: NodeConnection | None, decode: NodeConnection, cached_tokens: int | None = None) -> None:
         """Assign the nodes, and charge the attempt to their load. `cached_tokens` is the expected length of the cached
-        prefix on the node that computes the prompt."""
+        prefix on the node that computes the prompt. The default is that of a node that has the prompt's KV: all full
+        blocks before the last token."""
         self.prefill, self.decode = prefill, decode
         prefill_load = None if prefill is None else prefill.load
         num_done = len(self.sample.tokens)
         num_tokens, may_add = len(self.request.prompt) + num_done, self.request.max_tokens - num_done
-        num_shared = shared_tokens(self.request, decode)
+        size, caches = decode.info.block_tokens, decode.info.attributes.get("prefix_caching") != "false"
+        shared = (len(self.request.prompt) - 1) // size * size if caches and self.request.share_prefix else 0
+        cached = shared if cached_tokens is None else cached_tokens
         self._charge = LoadCharge(
-            prefill_load, decode.load, num_tokens, cached_tokens, may_add, num_shared, self._admitted.sharers
+            prefill_load, decode.load, num_tokens, cached, may_add, shared, self._admitted.sharers
         )
         self.sample.attempt = self
 
@@ -321,13 +324,6 @@ class Attempt:
         self._ready.append((size, delta))
         self._admitted.buffered(size)
         self._wake()
-
-
-def shared_tokens(request: GenerationRequest, node: NodeConnection) -> int:
-    """Return how many tokens of the prompt are in the prefix cache of a node that has the prompt's KV. The cache keeps
-    only full blocks."""
-    size, caches = node.info.block_tokens, node.info.attributes.get("prefix_caching") != "false"
-    return (len(request.prompt) - 1) // size * size if caches and request.share_prefix else 0
 
 
 def _failure(connection: NodeConnection, delta: TokenDelta) -> Exception:

@@ -17,15 +17,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from router.dispatch.admission import AdmissionQueue, deadline_error
-from router.dispatch.attempt import (
-    HANDOFF,
-    AdmittedRequest,
-    Attempt,
-    AttemptFailed,
-    ClientBackpressure,
-    SampleState,
-    shared_tokens,
-)
+from router.dispatch.attempt import HANDOFF, AdmittedRequest, Attempt, AttemptFailed, ClientBackpressure, SampleState
 from router.dispatch.failover import Failover, RetryBudget, inexact_reason
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
 from router.dispatch.rules import DispatchRules
@@ -159,8 +151,7 @@ class Dispatcher:
         """Yield the tokens of one sample. After a failure, continue on other nodes from the last delivered token.
 
         Sample 0 runs alone until its prompt is computed. The other samples are then placed on the node that has the
-        prompt's KV (see `_state_source` for models with recurrent states). Raises UnavailableError or RequestError if
-        the sample cannot be completed.
+        prompt's KV. Raises UnavailableError or RequestError if the sample cannot be completed.
         """
         try:
             if sample.index:
@@ -255,9 +246,13 @@ class Dispatcher:
             and sibling.info.id not in failover.avoid
             and not needs_peer(sibling.info)
         ):
-            source = self._state_source(admitted, sibling, failover)
+            # With recurrent layers, only the prefill node has the state from which further samples start.
+            source = admitted.prompt_node if sibling.info.attributes.get("recurrent") == "true" else None
+            if source is not None and (source.info.shared_pool_owner or source.info.id in failover.avoid):
+                source = None
+            source = source if source in self._pool.routable()[0] else None
             self._record_placement(attempt, Placement(source.info.id if source else None, sibling.info.id, "sibling"))
-            attempt.begin(source, sibling, shared_tokens(request, sibling))
+            attempt.begin(source, sibling)
             return
 
         has_tokens = any(each.tokens for each in admitted.samples)  # all tokens must come from the same version
@@ -293,19 +288,6 @@ class Dispatcher:
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
         request.version = decode.version
         attempt.begin(prefill, decode, candidate.cached_tokens)
-
-    def _state_source(
-        self, admitted: AdmittedRequest, sibling: NodeConnection, failover: Failover
-    ) -> NodeConnection | None:
-        """Return the prefill node from which further samples get the recurrent state, or None if they need no state.
-
-        The prefill node has the state before the prompt's last token. The decode node got only the state after it, and
-        would compute the whole prompt again."""
-        node = admitted.prompt_node
-        is_usable = node in self._pool.routable()[0] and sibling.info.attributes.get("recurrent") == "true"
-        if node is None or not is_usable or node.info.shared_pool_owner or node.info.id in failover.avoid:
-            return None
-        return node
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:
         self._placements[placement.reason] += 1

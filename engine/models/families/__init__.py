@@ -1,7 +1,7 @@
 """The families of decoders that run on Baton's own kernels, by the architecture's name in config.json."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from shared.model_files import is_multimodal, read_object, text_values
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to read a family's config.json, and the names of its tensors."""
+    """How to read a family's config.json, and the names of its tensors. `defaults` are the values of keys that the file
+    may omit: those of transformers, where they differ from Llama's. A null in the file counts as given."""
 
     read: Callable[[ConfigReader], ModelConfig]
     weights: WeightMap = LLAMA
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 GEMMA = WeightMap(
@@ -44,29 +46,46 @@ GRANITE4 = ExpertNames(
     down="output_linear.weight", fused=True, shared="shared_mlp",
 )  # fmt: skip
 QWEN35 = WeightMap(norms_are_offsets=True, unused=("mtp.",))
+KV_HEADS, EPSILON, GELU = "num_key_value_heads", "rms_norm_eps", {"hidden_activation": "gelu_pytorch_tanh"}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(llama.llama),
-    "MistralForCausalLM": Family(llama.mistral),
-    "Ministral3ForCausalLM": Family(llama.ministral3),
-    "Qwen2ForCausalLM": Family(llama.qwen2),
-    "Qwen3ForCausalLM": Family(llama.qwen3),
-    "SmolLM3ForCausalLM": Family(llama.smollm3),
-    "Phi3ForCausalLM": Family(llama.phi3, WeightMap(qkv=("self_attn.qkv_proj",), gate_up=("gate_up_proj",))),
+    "MistralForCausalLM": Family(llama.mistral, defaults={KV_HEADS: 8}),
+    "Ministral3ForCausalLM": Family(llama.ministral3, defaults={KV_HEADS: 8, EPSILON: 1e-5}),
+    "Qwen2ForCausalLM": Family(llama.qwen2, defaults={KV_HEADS: 32}),
+    "Qwen3ForCausalLM": Family(llama.qwen3, defaults={KV_HEADS: 32}),
+    "SmolLM3ForCausalLM": Family(llama.smollm3, defaults={KV_HEADS: 4}),
+    "Phi3ForCausalLM": Family(
+        llama.phi3,
+        WeightMap(qkv=("self_attn.qkv_proj",), gate_up=("gate_up_proj",)),
+        defaults={EPSILON: 1e-5, "original_max_position_embeddings": 4096},
+    ),
     "GraniteForCausalLM": Family(llama.granite),
-    "MixtralForCausalLM": Family(experts.mixtral, WeightMap(experts=MIXTRAL)),
-    "Qwen2MoeForCausalLM": Family(experts.qwen2_moe),
-    "Qwen3MoeForCausalLM": Family(experts.qwen3_moe),
-    "Glm4MoeForCausalLM": Family(experts.glm4_moe, WeightMap(experts=GLM)),
-    "DeepseekV2ForCausalLM": Family(latent.deepseek_v2, WeightMap(experts=DEEPSEEK2)),
-    "DeepseekV3ForCausalLM": Family(latent.deepseek_v3, WeightMap(experts=GLM)),
-    "Glm4MoeLiteForCausalLM": Family(latent.glm4_moe_lite, WeightMap(experts=GLM)),
+    "MixtralForCausalLM": Family(
+        experts.mixtral, WeightMap(experts=MIXTRAL), defaults={KV_HEADS: 8, EPSILON: 1e-5, "rope_theta": 1e6}
+    ),
+    "Qwen2MoeForCausalLM": Family(experts.qwen2_moe, defaults={KV_HEADS: 16}),
+    "Qwen3MoeForCausalLM": Family(experts.qwen3_moe, defaults={KV_HEADS: 4}),
+    "Glm4MoeForCausalLM": Family(experts.glm4_moe, WeightMap(experts=GLM), defaults={KV_HEADS: 8, EPSILON: 1e-5}),
+    "DeepseekV2ForCausalLM": Family(latent.deepseek_v2, WeightMap(experts=DEEPSEEK2), defaults={"n_shared_experts": 2}),
+    "DeepseekV3ForCausalLM": Family(
+        latent.deepseek_v3,
+        WeightMap(experts=GLM),
+        defaults={"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        latent.glm4_moe_lite, WeightMap(experts=GLM), defaults={EPSILON: 1e-5, "routed_scaling_factor": 1.8}
+    ),
     "Mistral4ForCausalLM": Family(latent.mistral4, WeightMap(experts=MISTRAL4)),
-    "GptOssForCausalLM": Family(experts.gpt_oss, WeightMap(experts=GPT_OSS)),
-    "Gemma2ForCausalLM": Family(gemma.gemma2, GEMMA),
-    "Gemma3ForCausalLM": Family(gemma.gemma3, GEMMA),
-    "Qwen3NextForCausalLM": Family(hybrid.qwen3_next, replace(QWEN35, projections=("in_proj_qkvz", "in_proj_ba"))),
-    "Qwen3_5ForCausalLM": Family(hybrid.qwen3_5, QWEN35),
-    "Qwen3_5MoeForCausalLM": Family(hybrid.qwen3_5_moe, QWEN35),
+    "GptOssForCausalLM": Family(
+        experts.gpt_oss, WeightMap(experts=GPT_OSS), defaults={KV_HEADS: 8, EPSILON: 1e-5, "rope_theta": 150_000.0}
+    ),
+    "Gemma2ForCausalLM": Family(gemma.gemma2, GEMMA, defaults={KV_HEADS: 4, **GELU}),
+    "Gemma3ForCausalLM": Family(gemma.gemma3, GEMMA, defaults={KV_HEADS: 4, **GELU}),
+    "Qwen3NextForCausalLM": Family(
+        hybrid.qwen3_next, replace(QWEN35, projections=("in_proj_qkvz", "in_proj_ba")), defaults={KV_HEADS: 2}
+    ),
+    "Qwen3_5ForCausalLM": Family(hybrid.qwen3_5, QWEN35, defaults={KV_HEADS: 4}),
+    "Qwen3_5MoeForCausalLM": Family(hybrid.qwen3_5_moe, QWEN35, defaults={KV_HEADS: 2}),
     "GraniteMoeHybridForCausalLM": Family(
         hybrid.granite_hybrid,
         WeightMap(
@@ -78,36 +97,17 @@ FAMILIES: dict[str, Family] = {
             experts=GRANITE4,
         ),
     ),
-    "Gemma4ForCausalLM": Family(gemma.gemma4, replace(GEMMA, norms_are_offsets=False, experts=GEMMA4)),
+    "Gemma4ForCausalLM": Family(
+        gemma.gemma4, replace(GEMMA, norms_are_offsets=False, experts=GEMMA4), defaults={KV_HEADS: 4}
+    ),
 }
 
-# Transformers' defaults of keys that config.json may omit, by `model_type` or architecture, if they are not Llama's. A
-# value of null in the file counts as given, as in transformers.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "MistralForCausalLM": {"num_key_value_heads": 8},
-    "Ministral3ForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-    "Qwen2ForCausalLM": {"num_key_value_heads": 32},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32},
-    "SmolLM3ForCausalLM": {"num_key_value_heads": 4},
-    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "Qwen2MoeForCausalLM": {"num_key_value_heads": 16},
-    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4},
-    "Glm4MoeForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-    "DeepseekV2ForCausalLM": {"n_shared_experts": 2},
-    "DeepseekV3ForCausalLM": {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
-    "Glm4MoeLiteForCausalLM": {"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8},
-    "GptOssForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0},
-    "Gemma2ForCausalLM": {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"},
-    "Gemma3ForCausalLM": {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"},
-    "Gemma4ForCausalLM": {"num_key_value_heads": 4},
-    "Qwen3NextForCausalLM": {"num_key_value_heads": 2},
-    "Qwen3_5ForCausalLM": {"num_key_value_heads": 4},
-    "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2},
+# The defaults of text decoders that have a configuration class of their own, by `model_type`.
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {"num_key_value_heads": 32, "rope_theta": 500_000.0},
     "qwen2_5_vl_text": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
 }
-DEFAULTS["qwen2_5_vl"] = DEFAULTS["qwen2_5_vl_text"]
+TEXT_DEFAULTS["qwen2_5_vl"] = TEXT_DEFAULTS["qwen2_5_vl_text"]
 
 UNSUPPORTED = {
     "DeepseekV32ForCausalLM": latent.NO_INDEX,
@@ -138,9 +138,9 @@ def read_model_config(directory: Path) -> ModelConfig:
         keys.refuse("architectures", UNSUPPORTED[str(names[0])])
     if check_architecture(keys, (*FAMILIES, *MULTIMODAL)) in MULTIMODAL or is_multimodal(keys.values):
         keys = _decoder(keys, directory / "config.json")
-    name, kind = str(keys.values["architectures"][0]), str(keys.values.get("model_type"))
-    keys.values = DEFAULTS.get(kind, DEFAULTS.get(name, {})) | keys.values
-    config = FAMILIES[name].read(keys)
+    family = FAMILIES[str(keys.values["architectures"][0])]
+    keys.values = TEXT_DEFAULTS.get(str(keys.values.get("model_type")), family.defaults) | keys.values
+    config = family.read(keys)
     read_scheme(directory)  # raises ValueError if the quantization is not supported
     return replace(config, eos_token_ids=eos_token_ids(keys, directory, config.vocab_size))
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from compare.main import prepare as prepare_compare
@@ -12,7 +11,7 @@ from compare.planning.options import PlanOptions
 from compare.planning.report import slo_of
 from compare.planning.search import WIDENING, Measured
 from compare.run.session import Experiment, run_session
-from compare.stats.capacity import CapacityPoint
+from compare.stats.capacity import CapacityPoint, capacity_of
 from compare.stats.measures import steady_attainment
 
 SEEDS = 2
@@ -24,8 +23,8 @@ MIN_S, REQUESTS, ANSWERS = 20.0, 300, 12
 async def validate(
     options: PlanOptions, simulations: Simulations, best: Sequence[Measured], out: Path, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Return a row for each candidate: its predicted and measured capacity, and the mean difference between predicted
-    and measured attainment of the same runs."""
+    """Return a row for each candidate: its capacity as predicted by the plan, as measured, and as simulated with the
+    requests of the measured periods. The plan's prediction also differs because its runs have other requests."""
     rates = {one.arm: one.capacity.rate for one in best}
     compare = replace(
         traffic_options(options),
@@ -50,26 +49,28 @@ async def validate(
     rows = []
     for arm, capacity in findings.capacities.items():
         measured, points = capacity.rate, findings.points[arm]
-        differences = [difference(simulations, arm, point, experiment) for point in points]
+        same = [simulated(simulations, arm, point, experiment) for point in points]
         rows.append(
             {
                 "arm": arm,
                 "predicted_rps": rates[arm],
                 "measured_rps": {"mean": measured, "low": capacity.low, "high": capacity.high},
                 "error_percent": 100 * (rates[arm] / measured - 1),
-                "attainment_points": fmean(differences),
+                "simulated_rps": (paired := capacity_of(same, options.attainment).rate),
+                "simulated_error_percent": 100 * (paired / measured - 1),
             }
         )
         say(
             f"  {arm}: predicted {rates[arm]:.2f} req/s, measured {measured:.2f} ({rows[-1]['error_percent']:+.1f} %);"
-            f" in the same runs, attainment differs by {rows[-1]['attainment_points']:.1f} points"
+            f" simulated with the requests of the measured periods {paired:.2f}"
+            f" ({rows[-1]['simulated_error_percent']:+.1f} %)"
         )
     return rows
 
 
-def difference(simulations: Simulations, arm: str, point: CapacityPoint, experiment: Experiment) -> float:
-    """Return by how many points the attainment of a period differs from that of the same simulated run. Both cover the
-    measured window, and are 0 under overload."""
+def simulated(simulations: Simulations, arm: str, point: CapacityPoint, experiment: Experiment) -> CapacityPoint:
+    """Return the result of the same run in the simulator. The attainment covers the measured window, and is 0 under
+    overload."""
     count = len(experiment.traffic(point.seed, point.rate).arrivals)
     outcomes = simulations.outcomes(arm, point.rate, point.seed, count, experiment.timeout_s)
-    return 100 * abs(steady_attainment(outcomes, experiment.slo) - point.attainment)
+    return replace(point, attainment=steady_attainment(outcomes, experiment.slo))

@@ -20,7 +20,7 @@ from compare.planning.main import add_validation, run_plan
 from compare.planning.options import PlanOptions
 from compare.planning.report import cells_of, finalist, flips, recommendation, winners
 from compare.planning.search import Measured, kept
-from compare.planning.validation import difference, validate
+from compare.planning.validation import simulated, validate
 from compare.run.session import Experiment, Findings
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, capacity_of, paired_capacities
 from compare.stats.verdict import CAPACITY, rank
@@ -179,7 +179,7 @@ def test_predicted_attainment_counts_overload_as_measured_attainment_does() -> N
     traffic = Traffic((Arrival(0.0, (1,), 1),) * 200)
     experiment: Any = SimpleNamespace(traffic=lambda *_: traffic, timeout_s=600.0, slo=slo)
     assert one.run(ONE, 20.0, 1, 200).attainment(slo) > 0.9
-    assert difference(one, ONE, CapacityPoint(20.0, 1, 0.0), experiment) == 0
+    assert simulated(one, ONE, CapacityPoint(20.0, 1, 1.0), experiment).attainment == 0
 
 
 def test_a_validation_that_cannot_start_ends_with_one_line(

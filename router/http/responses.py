@@ -4,7 +4,6 @@ completions, for chats, and vLLM's format for prompts.
 Events are built by escaping and concatenating strings, because encoding a JSON object for each token would be slower.
 """
 
-import codecs
 import json
 from collections.abc import Iterable, Sequence
 from json.encoder import encode_basestring_ascii
@@ -12,6 +11,7 @@ from typing import Any
 
 from router.http.bodies import ChatBody, CompletionBody
 from router.http.output import OutputProcessor, PromptOutput, RequestOutput, TextDelta
+from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parser import AnswerPart, call_id
 from shared.rpc.messages import Logprobs
@@ -72,11 +72,9 @@ class ResponseFormatter:
     def _table(self, choice: OutputProcessor) -> "CompletionLogprobs | None":
         if self._is_chat or self._body.num_logprobs is None:
             return None
-        vocabulary = self._tokenizer.vocabulary
-        skipped = vocabulary.special if self._body.skip_special_tokens else frozenset()
-        starts = self._echo is not None or all(token in skipped for token in choice.prompt.request.prompt)
-        stripped = vocabulary.strip_start if starts else 0
-        return CompletionLogprobs(self._tokenizer, self._body.num_logprobs, skipped, stripped)
+        prompt, skip = choice.prompt.request.prompt, self._body.skip_special_tokens
+        detokenizer = self._tokenizer.detokenizer(prompt, skip_special_tokens=skip)
+        return CompletionLogprobs(self._tokenizer, self._body.num_logprobs, detokenizer, len(self._echoed(choice)))
 
     # Streams
 
@@ -248,45 +246,57 @@ class ResponseFormatter:
             content = chat_logprobs(self._tokenizer, entries, self._body.num_logprobs or 0)
             return {"content": content, "refusal": None}
         if is_first and self._echo is not None:
-            return table.format([*choice.prompt.logprobs, *entries], choice.prompt.request.prompt[0])
+            prompt = choice.prompt
+            return table.format([*prompt.logprobs, *entries], prompt.request.prompt[0], self._echo_offsets(choice))
         return table.format(entries)
+
+    def _echo_offsets(self, choice: OutputProcessor) -> list[int]:
+        """Return the offset of each token of an echoed prompt. The tokens' text ends where the echo ends, but it may
+        begin earlier (with a BOS token) or later (after `truncate_prompt_tokens`)."""
+        echo, prompt = self._echoed(choice), choice.prompt.request.prompt
+        sent = self._body.prompts[choice.index // self._body.n] if isinstance(self._body, CompletionBody) else None
+        skip = self._body.skip_special_tokens and not isinstance(sent, str)
+        offsets, _ = text_offsets(self._tokenizer.detokenizer(skip_special_tokens=skip), prompt)
+        shift = len(echo) - len(self._tokenizer.decode(prompt, skip))
+        return [min(max(0, offset + shift), len(echo)) for offset in offsets]
+
+
+def text_offsets(detokenizer: Detokenizer, tokens: Iterable[int], start: int = 0) -> tuple[list[int], int]:
+    """Return the offset at which the text of each token begins, and the end of the text. All tokens that share a
+    character have the offset of that character."""
+    offsets = []
+    for token in tokens:
+        offsets.append(start + detokenizer.num_before(token))
+        start += len(detokenizer.push((token,)))
+    return offsets, start
 
 
 class CompletionLogprobs:
     """Formats logprobs for completions. Each sample has its own instance, which counts characters for the offsets."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, skipped: frozenset[int], num_stripped: int) -> None:
-        """Tokens in `skipped` add no text. Up to `num_stripped` leading spaces are not part of the text."""
+    def __init__(self, tokenizer: Tokenizer, num_top: int, detokenizer: Detokenizer, start: int) -> None:
+        """`start` is the offset of the first generated token, and `detokenizer` is a new detokenizer of the answer."""
         self._tokenizer = tokenizer
         self._num_top = num_top
-        self._skipped = skipped
-        self._offset = 0
-        self._num_stripped = num_stripped
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._detokenizer = detokenizer
+        self._offset = start
 
-    def format(self, entries: Sequence[Logprobs], unscored: int | None = None) -> dict[str, Any]:
-        """Return the API's four lists for the next tokens. `unscored` is a prompt's first token; it has no logprob."""
+    def format(
+        self, entries: Sequence[Logprobs], unscored: int | None = None, echoed: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Return the API's four lists for the next tokens. `unscored` is a prompt's first token; it has no logprob.
+        `echoed` has the offsets of the prompt's tokens, with which the lists then begin."""
         rows: list[tuple[int, float | None, dict[str, float] | None]]
         rows = [] if unscored is None else [(unscored, None, None)]
         rows += [(entry.token, _finite(entry.logprob), self._top(entry)) for entry in entries]
+        generated = [token for token, _, _ in rows[len(echoed) :]]
+        offsets, self._offset = text_offsets(self._detokenizer, generated, self._offset)
         return {
-            "text_offset": [self._place(token) for token, _, _ in rows],
+            "text_offset": [*echoed, *offsets],
             "token_logprobs": [logprob for _, logprob, _ in rows],
             "tokens": [self._tokenizer.token_text(token) for token, _, _ in rows],
             "top_logprobs": [top for _, _, top in rows],
         }
-
-    def _place(self, token: int) -> int:
-        """Return the offset at which the token's text begins, and advance past the text. All tokens that share a
-        character have the offset of that character."""
-        at = self._offset
-        if token not in self._skipped:
-            text = self._decoder.decode(self._tokenizer.vocabulary.bytes_of(token))
-            while self._num_stripped and text:
-                self._num_stripped = self._num_stripped - 1 if text[0] == " " else 0
-                text = text[1:] if text[0] == " " else text
-            self._offset += len(text)
-        return at
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
         """Return the logprobs of the most likely tokens and of the sampled token."""

@@ -130,6 +130,15 @@ class ByteLevelDetokenizer:
         bytes_of = self._vocabulary.bytes_of
         return self._decoder.decode(b"".join([bytes_of(t) for t in tokens if t not in self._skipped]))
 
+    def num_before(self, token: int) -> int:
+        """Return the number of characters between the text that was returned and the text of the next token. A token
+        that continues a character begins where that character begins."""
+        if token in self._skipped or not (data := self._vocabulary.bytes_of(token)):
+            return 0
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.setstate(self._decoder.getstate())
+        return len(decoder.decode(data[:1])) + bool(decoder.getstate()[0]) - 1
+
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -162,16 +171,31 @@ class ByteFallbackDetokenizer:
                 out += (self._end_of_run(), piece)
         return self._stripped("".join(out))
 
+    def num_before(self, token: int) -> int:
+        """Return the same number as `ByteLevelDetokenizer.num_before`. For a byte token, the number assumes that the
+        bytes after it make the run valid."""
+        piece = None if token in self._skipped else self._vocabulary.piece(token)
+        if not isinstance(piece, int) or self._spoilt:
+            return 0 if piece is None else len(self._text_of_run())
+        try:
+            text, used = codecs.utf_8_decode(self._run + bytes([piece]), "strict", False)
+            return len(text) + (used <= len(self._run)) - 1
+        except UnicodeDecodeError:
+            return len(self._run)
+
     def finish(self) -> str:
         return self._stripped(self._end_of_run())
 
-    def _end_of_run(self) -> str:
-        run, spoilt = self._run, self._spoilt
-        self._run, self._spoilt = bytearray(), False
+    def _text_of_run(self) -> str:
         try:
-            return REPLACEMENT * len(run) if spoilt else run.decode()
+            return REPLACEMENT * len(self._run) if self._spoilt else self._run.decode()
         except UnicodeDecodeError:
-            return REPLACEMENT * len(run)
+            return REPLACEMENT * len(self._run)
+
+    def _end_of_run(self) -> str:
+        text = self._text_of_run()
+        self._run, self._spoilt = bytearray(), False
+        return text
 
     def _whole_characters(self) -> str:
         try:

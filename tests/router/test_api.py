@@ -169,6 +169,36 @@ async def test_logprobs_of_completions_follow_the_text(client, byte_level, strea
             assert token.startswith(("bytes:", "<")) or texts[index].startswith(token, offset)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_offsets_count_the_characters_of_the_returned_text(dispatcher, byte_level, fallback, stream):
+    async def offsets(tokenizer: Tokenizer, prompt: Any, ids: list[int], **fields: Any) -> tuple[list[int], str]:
+        dispatcher.script = lambda _, __: [*ids, EOS]
+        body = {"prompt": prompt, "max_tokens": 99, "logprobs": 0, "stream": stream} | fields
+        transport = httpx.ASGITransport(app=app_of(dispatcher, tokenizer, MODEL))
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            response = await client.post("/v1/completions", json=body)
+        choices = [answer["choices"][0] for answer in (events_of(response) if stream else [response.json()])]
+        found = [at for choice in choices for at in (choice["logprobs"] or {"text_offset": []})["text_offset"]]
+        return found, "".join(choice["text"] for choice in choices)
+
+    names = dict(zip(map(byte_level.vocabulary.bytes_of, range(330)), range(330), strict=True))
+    fox, a, b = [names[bytes([byte])] for byte in "🦊".encode()], names[b"a"], names[b"b"]
+    cut = fox[:2]
+    assert await offsets(byte_level, "x", [*cut, a, *fox, b]) == ([0, 0, 1, 2, 2, 2, 2, 3, 4], "\ufffda🦊b")
+    assert await offsets(byte_level, "x", [*cut, *cut, fox[2], b]) == ([0, 0, 1, 1, 1, 2, 3], "\ufffd\ufffdb")
+    # The echo of a cut character ends with the prompt. A text is echoed as it was sent, with its special tokens.
+    assert await offsets(byte_level, [a, *cut], [fox[2], b], echo=True) == ([0, 1, 1, 2, 3, 4], "a\ufffd\ufffdb")
+    text = "a<|im_end|>b"
+    assert await offsets(byte_level, text, [a], echo=True) == ([0, 1, 11, 12, 13], text + "a")
+    assert await offsets(byte_level, "abb", [a], echo=True, truncate_prompt_tokens=1) == ([2, 3, 4], "abba")
+    f_a, byte = fallback.encode("a", False)[0], 3
+    for skip in (False, True):  # <s> precedes the text but is not echoed
+        fields = {"echo": True, "skip_special_tokens": skip}
+        assert await offsets(fallback, "a", [f_a], **fields) == ([0, 0, 1, 3], "a a")
+    ids = [f_a, byte + 0xF0, byte + 0x9F, f_a, byte + 0xC3, byte + 0xA9, f_a]
+    assert await offsets(fallback, "a", ids) == ([0, 2, 2, 4, 6, 6, 7, 9], " a\ufffd\ufffd aé a")
+
+
 async def test_logprobs_of_chat_carry_bytes(client, byte_level):
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 3, "max_tokens": 99}
     (choice,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]

@@ -62,7 +62,7 @@ QUERIES: dict[str, dict[str, Any]] = {  # the query parameters of each route wit
         "since_ms": {"type": "number", "minimum": 0, "maximum": 1e13},
     },
     "/v1/steps/{node}/{number}": {},
-    "/trace": {"last": {"type": "string", "pattern": "^[1-9][0-9]{0,2}(ms|s)?$"}},
+    "/trace": {"last": {"type": "string", "pattern": r"^[0-9]{1,9}(\.[0-9]{1,9})?(ms|s|m)?$"}},
 }
 
 

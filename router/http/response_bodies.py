@@ -335,7 +335,8 @@ def _check_outputs(items: Sequence[Item], called: set[str]) -> None:
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Consecutive items of the assistant become one message."""
+    """Return the messages of a chat. Consecutive items of the assistant become one message, whose texts are joined by
+    newlines."""
     messages: list[dict[str, Any]] = []
     for item in items:
         match item:
@@ -351,7 +352,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
         last = messages[-1]
         match item:
             case MessageItem():
-                last["content"] += text_of(item.content)
+                last["content"] = "\n".join(filter(None, (last["content"], text_of(item.content))))
             case CallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 last.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})

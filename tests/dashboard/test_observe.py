@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.testclient import TestClient
 
 from dashboard.chrome_trace import trace_events
 from dashboard.history import RequestHistory
-from dashboard.routes import ROWS_AT_ONCE, EventStream
+from dashboard.routes import ROWS_AT_ONCE, Dashboard, EventStream
 from dashboard.step_ring import FIELDS
 from router.http.asgi import to_response
 from shared.clock import now_ns
@@ -98,6 +99,11 @@ def test_requests_steps_and_their_members_are_shown() -> None:
         {"id": None, "start": 50, "count": 1, "kind": "decode"},
     ]
     assert len(http.get("/trace?last=2m").json()["traceEvents"]) > 20
+    pattern = Dashboard.queries["/trace"]["last"]["pattern"]
+    for last in ("30s", "500ms", "2m", "1.5s", "45", "3600s", "60m"):
+        assert re.search(pattern, last)
+        assert http.get(f"/trace?last={last}").status_code == 200
+    assert not any(re.search(pattern, last) for last in ("abc", "1h", "-1s", ""))
 
 
 def test_of_many_nodes_those_whose_steps_are_read_send_records_for_a_while() -> None:

@@ -72,6 +72,14 @@ async def test_a_conversation_continues_with_the_items_of_the_answer(client, her
     assert f"{SAID}<tool_call>" in prompt
 
 
+async def test_consecutive_messages_of_the_assistant_are_separate_lines(client, hermes):
+    openai_client, dispatcher = await client(hermes, ANSWER)
+    said = [{"role": "assistant", "content": text} for text in ("Sunny.", "And warm.")]
+    await openai_client.responses.create(model="tiny", input=[{"role": "user", "content": "Weather?"}, *said])
+    prompt = hermes.decode(dispatcher.answers[-1].request.prompt, skip_special_tokens=False)
+    assert "<|im_start|>assistant\nSunny.\nAnd warm.<|im_end|>" in prompt
+
+
 async def test_logprobs_come_with_the_text(client, hermes):
     """Text is held back until characters are complete, and while the answer may end with its trailing spaces."""
     openai_client, _ = await client(hermes, "abc\n\n😀 abc  c")

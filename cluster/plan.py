@@ -303,15 +303,19 @@ def _check_nodes(settings: LocalSettings) -> None:
             check_options(options, pools[place])
             check_channel(settings.kv_channel, options)
     except ValueError as error:
-        text = str(error)
+        flag = "--devices" if settings.devices else "--device"
+        text = str(error).replace(f"--device {place}", f"{flag} {place}")
         raise ConfigError(text if text.startswith("--") else f"--model: {text}") from None
 
 
 def _check_files(settings: LocalSettings) -> None:
-    """Read the files of secrets and keys, as the processes do when they start. Raises ConfigError."""
+    """Read the files of secrets and keys, and find the parsers, as the processes do when they start. Raises
+    ConfigError."""
     from router.http.auth import ApiKeys
+    from router.text.tool_syntax import find_syntax
     from shared.rpc.tls import read_identity
 
+    find_syntax(None, settings.tool_call_parser, settings.reasoning_parser)
     if settings.cluster_secret_file:
         read_identity(settings.cluster_secret_file)
     if settings.api_keys_file or settings.api_keys:

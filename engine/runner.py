@@ -94,11 +94,9 @@ def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
     """Apply `--async-scheduling`, which is "on", "off", or "auto" (the runner decides).
 
     With speculative decoding (`speculates`), no step is planned ahead, because guesses need the tokens of the previous
-    step. Raises ValueError if `mode` is "on" and the runner cannot run ahead, or if `mode` is "on" and `speculates`.
+    step. Raises ValueError if `mode` is "on" and the runner cannot run ahead.
     """
     if speculates:
-        if mode == "on":
-            raise ValueError("--async-scheduling on: --speculative-config needs each step's tokens; use auto or off")
         mode = "off"
     if mode == "on" and not runner.can_run_ahead:
         raise ValueError("--async-scheduling on: this --runner cannot plan a step while another runs; use auto or off")

@@ -483,6 +483,12 @@ class ComputingSettings(CommonSettings):
         "torch", "hash: a model for tests, which hashes its KV instead of computing."
     )
 
+    @model_validator(mode="after")
+    def _check_async_scheduling(self) -> Self:
+        if self.async_scheduling == "on" and self.speculative_config:
+            raise ValueError("--async-scheduling on: --speculative-config needs each step's tokens; use auto or off")
+        return self
+
     @property
     def speculation(self) -> SpeculativeConfig | None:
         return parse_speculation(self.speculative_config)

@@ -180,6 +180,10 @@ def test_nodes_take_the_devices_in_turn_and_share_the_memory_of_one(
     ("given", "complaint"),
     [
         ({"node_timeout_s": 1.0, "heartbeat_s": 0.5}, "--node-timeout-s must be over twice --heartbeat-s"),
+        (
+            {"async_scheduling": "on", "speculative_config": "ngram"},
+            "--async-scheduling on: --speculative-config needs",
+        ),
         ({"devices": "cpu"}, "'cpu' is not a GPU: must be a list such as cuda:0,cuda:1"),
         ({"devices": "cuda"}, "'cuda' is not a GPU"),
         ({"devices": "cuda:0,"}, "'' is not a GPU"),
@@ -268,6 +272,7 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
     "a GPU's channel": ({"kv_channel": "cuda_ipc"}, Path.exists, "--kv-channel cuda_ipc: not available for KV on --device cpu"),
     "a tiny pool": ({"kv_cache_memory": 100}, Path.exists, "--kv-cache-memory 100 holds 0 blocks"),
     "no adapter": ({"lora_modules": "sql=/no/lora"}, Path.exists, "^--lora-modules sql: /no/lora: has no adapter_config.json; give"),
+    "no such parser": ({"tool_call_parser": "x"}, Path.exists, "^--tool-call-parser x: must be auto, none, .*hermes"),
     "no keys": ({"api_keys_file": "/no/keys"}, Path.exists, "--api-keys-file /no/keys: cannot be read"),
     "no secret": ({"cluster_secret_file": "/no/secret"}, Path.exists, "--cluster-secret-file /no/secret"),
     "another vocabulary": (
@@ -317,9 +322,13 @@ def test_the_early_checks_import_no_torch_and_start_no_process(model: Path) -> N
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine may have a GPU")
-@pytest.mark.parametrize("given", [{"device": "cuda"}, {"devices": "cuda:0"}])
-def test_a_gpu_that_is_not_there_is_refused_before_a_process_starts(model: Path, given: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"--device cuda.*: torch .* finds no CUDA device; use --device cpu"):
+@pytest.mark.parametrize(
+    ("given", "flag"), [({"device": "cuda"}, "--device cuda"), ({"devices": "cuda:0"}, "--devices cuda:0")]
+)
+def test_a_gpu_that_is_not_there_is_refused_before_a_process_starts(
+    model: Path, given: dict[str, object], flag: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{flag}: torch .* finds no CUDA device; use --device cpu"):
         checked(LocalSettings.model_validate({"model": str(model), "port": 0} | given))
 
 

@@ -1,8 +1,10 @@
 """The `baton` command. Each command imports what it needs when it runs, so that `baton --help` is fast."""
 
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -42,8 +44,20 @@ LOCAL_URL = "http://127.0.0.1:8000"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `baton` with `argv` (default: `sys.argv[1:]`). Return the exit status, or raise SystemExit with a status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    status = run_app(_app(), arguments or ["--help"], "baton")
+    try:
+        status = run_app(_app(), arguments or ["--help"], "baton")
+    finally:
+        _flush()
     return status if isinstance(status, int) else 0
+
+
+def _flush() -> None:
+    """Write the rest of the output. Drop it if nothing reads the pipe any more, as after `baton models | head`."""
+    with suppress(OSError):  # at exit, the interpreter tries again and reports other errors
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _app() -> typer.Typer:

@@ -314,7 +314,7 @@ def _answer(url: str, api_key: str, fields: Document) -> str:
     """
     body = {name: value for name, value in fields.items() if value is not None}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    text, num_tokens, ttft_s, total_s = "", 0, 0.0, 0.0
+    text, num_tokens, num_parts, ttft_s, total_s = "", 0, 0, 0.0, 0.0
     sent: list[float] = []  # without the time to make a client, which can take longer than the first token
 
     def on_sending(_: httpx.Request) -> None:
@@ -333,9 +333,11 @@ def _answer(url: str, api_key: str, fields: Document) -> str:
                 if part:
                     total_s = time.monotonic() - sent[0]
                     ttft_s = ttft_s or total_s
+                    num_parts += 1
                     text += part if place is sys.stdout else ""
                     print(part, end="", flush=True, file=place)
     print()
-    rate = f", {(num_tokens - 1) / (total_s - ttft_s):.1f} tokens/s" if total_s > ttft_s else ""
+    # Tokens that arrive together give no rate.
+    rate = f", {(num_tokens - 1) / (total_s - ttft_s):.1f} tokens/s" if num_parts > 2 and total_s > ttft_s else ""
     print(f"[{num_tokens} tokens, TTFT {1000 * ttft_s:.0f} ms{rate}]", file=sys.stderr)
     return text

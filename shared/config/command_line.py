@@ -29,12 +29,12 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "max_num_partial_prefills async_scheduling speculative_config ttft_slo_ms tbt_slo_ms",
     "API": "host port api_keys_file api_keys allowed_origins admin_host admin_port tool_call_parser reasoning_parser "
     "responses_store workers",
-    "Picker": "routers tenant_header",
+    "Picker": "tenant_header",
     "Limits": "max_concurrent_requests max_connections max_queue_s max_queued_tokens request_timeout_s max_attempts "
     "drain_timeout_s",
     "Engine": "engines engine peer engine_api_key_file engine_kind role kv_lease_s",
-    "Cluster": "prefill decode mode url api_key registry registry_host registry_port cluster cluster_secret_file id "
-    "advertise health_port heartbeat_s node_timeout_s stuck_s",
+    "Cluster": "prefill decode mode routers url api_key registry registry_host registry_port cluster "
+    "cluster_secret_file id advertise health_port heartbeat_s node_timeout_s stuck_s",
     "Logs": "log_level log_format",
     "Ray": "placement",
     "Switches": "enable_prefix_caching enforce_eager dashboard exact_retries allow_runtime_lora_updating",
@@ -86,7 +86,8 @@ def _explain(error: Exception, argv: Sequence[str]) -> str:
     """Return the message of a usage error. For an unknown option, name the option that was probably meant."""
     unknown, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if unknown is None or context is None or type(error).__name__ != "NoSuchOption":
-        return cast(typer.BadParameter, error).format_message().replace("Value error, ", "")
+        message: str = cast(typer.BadParameter, error).format_message()
+        return " ".join(message.split()).replace("Value error, ", "")
     for flag in [argument.partition("=")[0] for argument in argv if argument.startswith("-")]:
         if (note := VLLM_FLAGS.get(flag.lstrip("-").replace("_", "-"))) and flag.startswith(unknown):
             return f"{flag} of vLLM {note}"

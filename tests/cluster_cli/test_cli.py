@@ -140,6 +140,7 @@ def test_the_model_of_a_cluster_is_a_flag_or_an_argument(argv: list[str], capsys
             ["role", "decode-0", "both"],
             "baton role: Invalid value for 'role': 'both' is not one of 'prefill', 'decode'",
         ),
+        (["role", "decode-0"], "baton role: Missing argument 'role'. Choose from: prefill, decode"),
         (["up", "--port", "x"], "baton up: --port 'x': must be a valid integer"),
         (["up", "--mode", "x"], "baton up: --mode 'x': must be 'disaggregated' or 'colocated'"),
         (["up", "--model", "/nowhere"], "baton up: --model: model '/nowhere' is neither a directory nor a hub id"),
@@ -273,6 +274,27 @@ def test_help_uses_the_width_of_the_terminal_and_omits_flags_for_tests() -> None
         assert f" {group} " in printed
     assert "failpoint" not in printed
     assert "hash" not in printed
+    of_ray = run_at_terminal("ray", "up", "--help")
+    assert "Number of routers" in of_ray
+    assert " Picker " not in of_ray
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["models", "--version"])
+def test_a_command_whose_output_is_not_read_ends_without_a_traceback(command: str, unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open(write, "w") as closed:
+        ended = subprocess.run(
+            [sys.executable, "-m", "baton", command],
+            check=False,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=environment,
+        )
+    assert (ended.returncode, ended.stderr) == (1 if unbuffered else 0, b"")
 
 
 # ---- top -----------------------------------------------------------------------------------------------------------
@@ -360,6 +382,7 @@ def test_chat_from_a_pipe_answers_line_by_line_with_its_timing(
     assert timings[0].startswith("[3 tokens, TTFT ")
     assert timings[0].endswith(" tokens/s]")
     assert timings[1].startswith("[1 tokens, TTFT ")
+    assert "tokens/s" not in timings[2], "two events are too few to measure a rate"
     assert [message["content"] for message in echo.bodies[2]["messages"]] == [
         "Hello you there",
         "Hello you there ",

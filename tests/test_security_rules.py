@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from shared.config.settings import RouterSettings
+
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = (
     "router",
@@ -204,6 +206,12 @@ def test_containers_have_no_rights_that_they_do_not_need() -> None:
         if name not in {"prometheus", "grafana"}:  # third-party images have their own settings
             assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), name
             assert service["read_only"] is True, name
+
+
+def test_containers_may_take_10_s_longer_to_stop_than_to_drain() -> None:
+    drain_s = RouterSettings.model_fields["drain_timeout_s"].default
+    for name in ("router", "prefill", "decode", "colocated"):
+        assert float(services()[name]["stop_grace_period"].removesuffix("s")) >= drain_s + 10, name
 
 
 def test_one_service_builds_the_image_of_all() -> None:

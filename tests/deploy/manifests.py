@@ -188,6 +188,8 @@ class Manifests:
                 port = next(iter(container.get(probe, {}).keys() & {"httpGet", "tcpSocket"}), None)
                 if port is not None and container[probe][port]["port"] not in ports:
                     yield f"{where}: {probe}: the container has no port {container[probe][port]['port']}"
+                if probe != "readinessProbe" and container.get(probe, {}).get("httpGet", {}).get("path") == "/ready":
+                    yield f"{where}: {probe}: /ready would restart the pod because of other pods; use /health"
             limits, requests = container["resources"]["limits"], container["resources"]["requests"]
             if limits.get("nvidia.com/gpu") != requests.get("nvidia.com/gpu"):
                 yield f"{where}: resources: limits and requests of nvidia.com/gpu differ"

@@ -101,6 +101,7 @@ FAULTS: list[tuple[Callable[[list[Object]], None], str]] = [
     (partial(change, "Deployment", "baton-prefill", f"{POD}/enableServiceLinks", True), "Deployment/baton-prefill: enableServiceLinks"),
     (partial(change, "ConfigMap", "baton-node", "data/BATON_HEALTH_PORT", "7005"), "BATON_HEALTH_PORT 7005: the container declares no such port"),
     (partial(change, "Deployment", "baton-decode", f"{BOX}/livenessProbe/httpGet/port", "http"), "livenessProbe: the container has no port http"),
+    (partial(change, "Deployment", "baton-decode", f"{BOX}/startupProbe/httpGet/path", "/ready"), "startupProbe: /ready would restart the pod"),
     (partial(change, "Deployment", "baton-decode", f"{BOX}/envFrom", [{"configMapRef": {"name": "baton"}}]), "BATON_PORT 0"),
     (partial(change, "Deployment", "baton-router", f"{BOX}/volumeMounts/0/readOnly", False), "/run/secret is not a read-only secret"),
     (partial(change, "Deployment", "baton-router", f"{BOX}/securityContext/readOnlyRootFilesystem", False), "rights that it does not need"),

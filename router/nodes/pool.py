@@ -117,10 +117,12 @@ class NodePool:
             name: before + sum(int(getattr(each.stats, name)) for each in self.connections.values())
             for name, before in self._handoffs_before.items()
         }
+        rows = self.journal.rows()
+        are_replicas = bool(rows) and all(row["role"] == "decode" and "engine_url" in row["facts"] for row in rows)
         return {
-            "mode": self.mode,
+            "mode": "replicas" if are_replicas else self.mode,
             "registry": {"kind": self._registry.kind, "state": self._registry.state},
-            "nodes": self.journal.rows(),
+            "nodes": rows,
             "events": self.journal.events(),
             **totals,
         }

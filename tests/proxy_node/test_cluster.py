@@ -43,6 +43,7 @@ def test_an_unmodified_router_serves_engines(served: tuple[Cluster, Engines]) ->
     assert node["facts"]["engine"] == "vllm 0.32.0"
     assert node["facts"]["resumes"] == "greedy, seeded"
     assert node["facts"]["engine_url"] == engines.urls["decode-0"]
+    assert running.status()["mode"] == "replicas"
 
 
 def test_what_an_engine_cannot_do_is_a_400_that_says_so(served: tuple[Cluster, Engines]) -> None:

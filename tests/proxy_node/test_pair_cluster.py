@@ -29,6 +29,7 @@ def misused(engines: Engines) -> int:
 def test_prompts_are_handed_over_by_an_unmodified_router(served: tuple[Cluster, Engines]) -> None:
     running, engines = served
     before = running.status()["handoffs"]
+    assert running.status()["mode"] == "disaggregated"
     prompts = [[index, *range(60)] for index in range(8)]
     for prompt in prompts:
         assert running.complete(prompt, 12) == answer(prompt, 12)

@@ -536,7 +536,17 @@ def short_periods(arm: str, overloaded: Sequence[LoadRecording]) -> list[str]:
 
 def caveats(figures: Figures) -> list[str]:
     """Return notes on the limitations of the figures, such as periods that are left out."""
-    notes = list(figures.findings.notes)
+    notes, experiment = list(figures.findings.notes), figures.experiment
+    for arm, points in figures.findings.points.items():
+        had = sum(
+            count >= 3 for count in Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}).values()
+        )
+        if len(points) >= experiment.max_trials and had < len(experiment.seeds):
+            notes.append(
+                f"the search for the capacity of {arm} ended after {len(points)} periods, the most it may use, with"
+                f" only {had} of {len(experiment.seeds)} seeds measured at three rates or more; more --seeds allow"
+                " more periods"
+            )
     for arm in figures.arms:
         own = [period for period in figures.findings.periods if period.trial.arm == arm]
         if invalid := [period for period in own if period.problems]:

@@ -218,6 +218,18 @@ def test_a_capacity_that_depends_on_one_seed_has_no_verdict():
     assert "depends on a single seed" in report["verdict"]["sentence"]
 
 
+def test_a_search_that_ends_before_all_seeds_have_run_is_noted():
+    made = experiment(first_rate=10.0)
+    rows = [[0.99, 0.9, 0.5]] * 4
+    found = searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows})
+    assert not any("ended after" in note for note in report_of(made, found, "live", "x")["notes"])
+    bracketing = [CapacityPoint(20.0 + number, 0, 0.1) for number in range(14)]
+    found.points["colocated:2"] = [*bracketing, *found.points["colocated:2"][:-2]]
+    (note,) = [note for note in report_of(made, found, "live", "x")["notes"] if "ended after" in note]
+    assert note.startswith("the search for the capacity of colocated:2 ended after 24 periods")
+    assert "only 3 of 4 seeds measured at three rates or more" in note
+
+
 # ---- caveats -------------------------------------------------------------------------
 
 

@@ -209,7 +209,7 @@ class GenerateBody(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     response_format: ResponseFormat | None = None
     return_token_ids: bool = False
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # -1: a random seed, as in vLLM
     skip_special_tokens: bool = True
     speculative: bool = True
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []

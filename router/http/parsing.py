@@ -251,7 +251,7 @@ def _sampling(body: CompletionBody | ChatBody, model: ModelCard) -> SamplingPara
         top_p=body.top_p,
         top_k=max(0, body.top_k),
         min_p=body.min_p,
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed=secrets.randbits(63) if body.seed in {None, -1} else body.seed % 2**64,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,

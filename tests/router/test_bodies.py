@@ -65,7 +65,7 @@ BAD_VALUES = {
     "presence_penalty": (2.1, -2.1, 1e308),
     "frequency_penalty": (2.1, -2.1, 1e308),
     "repetition_penalty": (0, -1, 1e308),
-    "seed": (-1, 2**64, 1.5, "1"),
+    "seed": (-(2**63) - 1, 2**64, 1.5, "1"),
     "stream": ("yes", 1),
     "stop": (["a"] * 5, "", "x" * 65, ["x" * 1000], [1], 5, {}),
     "stop_token_ids": ([True], "1", [1] * 129, [1.0]),
@@ -423,5 +423,6 @@ async def test_bad_words_are_spelled_at_the_start_and_after_a_space(byte_level):
 
 
 async def test_without_a_seed_every_request_draws_its_own(byte_level):
-    seeds = {(await requests_of(byte_level))[0].sampling.seed for _ in range(4)}
+    seeds = {(await requests_of(byte_level, seed=seed))[0].sampling.seed for seed in (None, None, -1, -1)}
     assert len(seeds) == 4
+    assert [(await requests_of(byte_level, seed=seed))[0].sampling.seed for seed in (-2, 5)] == [2**64 - 2, 5]

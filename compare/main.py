@@ -175,6 +175,7 @@ def _check_choices(options: CompareOptions) -> None:
         ("--rate", "--find-capacity", options.rate is not None and options.find_capacity),
         ("--url", "--arms", options.url and (options.arms or options.more_arms)),
         ("--url", "--engines", options.url and options.engines),
+        ("--url", "--set", options.url and options.set),
     ):
         if both:
             raise ConfigError(f"{one} and {other}: give only one of them")
@@ -184,8 +185,8 @@ def _check_choices(options: CompareOptions) -> None:
         _device(options)  # raises ConfigError before anything starts
     if options.engines and options.on != "live":
         raise ConfigError(f"--engines: cannot be {DEVICES[options.on]}; leave out --on")
-    if options.url and options.on == "sim":
-        raise ConfigError("--url: cannot be simulated; give --arms")
+    if options.url and options.on != "live":
+        raise ConfigError(f"--url: cannot be {DEVICES[options.on]}; leave out --on, or give --arms")
 
 
 def _model_of(options: CompareOptions) -> Path | None:

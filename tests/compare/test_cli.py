@@ -41,6 +41,8 @@ def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--trace", "missing.csv"], "missing.csv: No such file"),
         (["--trace", str(DEMO_MODEL / "config.json"), "--trace-format", "excel"], "excel is not a trace format"),
         (["--url", "http://127.0.0.1:9", "--arms", "colocated:2"], "--url and --arms: give only one of them"),
+        (["--url", "http://127.0.0.1:9", "--set", "block_size=16"], "--url and --set: give only one of them"),
+        (["--url", "http://127.0.0.1:9", "--on", "emulated"], "--url: cannot be emulated; leave out --on, or give --arms"),
         (["--url", "http://127.0.0.1:9"], "--url: a comparison needs two"),
         (["--engines", "http://a:1,http://b:2"], "--engines: give --model too"),
         (["--engines", "a:1", "--model", str(DEMO_MODEL)], "--engines a:1: must be the URL"),

@@ -17,7 +17,7 @@ from compare.endpoint import EndpointError
 from compare.load.outcome import LatencySlo
 from compare.load.traces import read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource
-from compare.options import DEFAULT_ARMS, DEFAULT_EMULATED, DEFAULT_PRESET, CompareOptions
+from compare.options import DEFAULT_ARMS, DEFAULT_EMULATED, DEFAULT_PRESET, CompareOptions, check_finite
 from compare.report.document import report_of
 from compare.report.page import write_report
 from compare.report.terminal import show
@@ -163,6 +163,7 @@ def _device(options: CompareOptions) -> Emulation:
 
 
 def _check_choices(options: CompareOptions) -> None:
+    check_finite(options)
     for flag, value, known in (
         ("--preset", options.preset or DEFAULT_PRESET, PRESET_NAMES),
         ("--on", options.on, ON),

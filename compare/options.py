@@ -2,17 +2,19 @@
 
 # ruff: noqa: RUF009 - `_flag` returns a field of a dataclass
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from shared.api_client import base_url
+from shared.errors import ConfigError
 
 DEFAULT_ARMS = ("colocated:2", "disaggregated:1p1d")
 DEFAULT_EMULATED = "h200-llama-3.1-8b"
 DEFAULT_PRESET = "mix"
+MOST = 1e9  # upper limit of every number
 TTFT_SLO = "--ttft-slo-ms", "--slo-ttft-ms"  # the second name is deprecated, and will be removed after one release
 TBT_SLO = "--tbt-slo-ms", "--slo-tbt-ms"
 
@@ -23,6 +25,14 @@ def flag(metavar: str, default: Any, about: str, *names: str, **more: Any) -> An
     option = typer.Option(*names, metavar=metavar or None, help=about, **more)
     values: Any = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**values, metadata={"flag": option})
+
+
+def check_finite(options: Any) -> None:
+    """Raise ConfigError, which names the flag, if a number among the options is infinite, NaN or over MOST."""
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if isinstance(value, float) and not value <= MOST:
+            raise ConfigError(f"--{each.name.replace('_', '-')} {value:g}: must be a number of at most {MOST:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ event, or as one token per event. Times are seconds since the run's start on the
 """
 
 import json
-import math
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,7 @@ class LatencySlo:
 
     def __post_init__(self) -> None:
         for name, limit in (("ttft_ms", self.ttft_ms), ("tbt_ms", self.tbt_ms)):
-            if not isinstance(limit, (int, float)) or not 0 <= limit < math.inf:
+            if not isinstance(limit, (int, float)) or not 0 <= limit <= sys.float_info.max:
                 raise ValueError(f"slo: {name} is {limit!r}; it must be milliseconds, or 0 for no limit")
         if self.tbt_of not in TBT_OF:
             raise ValueError(f"slo: tbt_of is {self.tbt_of!r}; it must be {', '.join(TBT_OF[:-1])} or {TBT_OF[-1]}")

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf, nan
 from statistics import fmean
@@ -15,7 +15,7 @@ from compare.load.outcome import LatencySlo, Outcome
 from compare.load.traces import TraceRow, read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource, scaled
 from compare.main import context_limit
-from compare.options import CompareOptions
+from compare.options import CompareOptions, check_finite
 from compare.planning.options import PlanOptions
 from compare.playground.interactive import interpolated
 from compare.run.simulated import UNLIMITED, cluster_plan, outcome_of, outcomes_of
@@ -31,7 +31,6 @@ from simulator.routed import SimulatedRequest
 
 REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the arrival times are scaled
 MOST_REQUESTS = 20_000  # number of requests that are drawn for each seed; no run has more
-MOST = 1e9  # maximum value of a flag that is not a whole number
 LEAST_S = 1e-9  # minimum estimate of a prompt's or an answer's GPU time, because estimates are divided by it
 TYPICAL_BATCH = 64  # estimates assume at most this many decodes in a step
 DEFAULT_TRAFFIC = "chat"
@@ -206,10 +205,7 @@ def prepare(options: PlanOptions) -> Simulations:
         raise ConfigError(f"--gpus {options.gpus}: there is nothing to split; give 2 or more")
     if options.validate and options.validate not in PLACES:
         raise ConfigError(f"--validate {options.validate}: must be {' or '.join(PLACES)}")
-    for each in fields(options):
-        value = getattr(options, each.name)
-        if isinstance(value, float) and not value <= MOST:
-            raise ConfigError(f"--{each.name.replace('_', '-')} {value:g}: must be a number of at most {MOST:g}")
+    check_finite(options)
     try:
         device = load_emulation(options.cost)
     except ValueError as error:

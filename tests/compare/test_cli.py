@@ -37,6 +37,8 @@ def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--too-long", "no"], "--too-long no: must be error, cut or drop"),
         (["--rate", "3", "--find-capacity"], "--rate and --find-capacity: give only one of them"),
         (["--rate", "0"], "--rate 0.0: must be over 0"),
+        (["--tbt-slo-ms", "inf"], "--tbt-slo-ms inf: must be a number of at most 1e+09"),
+        (["--timeout", "inf"], "--timeout inf: must be a number of at most 1e+09"),
         (["--trace", "t.csv", "--preset", "chat"], "--trace and --preset: give only one of them"),
         (["--trace", "missing.csv"], "missing.csv: No such file"),
         (["--trace", str(DEMO_MODEL / "config.json"), "--trace-format", "excel"], "excel is not a trace format"),

@@ -99,6 +99,7 @@ def test_every_format_is_recognised_and_read(tmp_path: Path, lines: tuple[str, .
         ((own(slo={"ttft": 3}),), "line 1, read as own: slo is {'ttft': 3}; it may have ttft_ms"),
         ((own(slo={"ttft_ms": "fast"}),), "line 1, read as own: slo: ttft_ms is 'fast'; it must be milliseconds"),
         ((own(slo={"tbt_ms": -1}),), "line 1, read as own: slo: tbt_ms is -1"),
+        ((own(slo={"tbt_ms": 10**400}),), "line 1, read as own: slo: tbt_ms is 10000"),
         ((own(slo={"tbt_of": "p50"}),), "line 1, read as own: slo: tbt_of is 'p50'; it must be p99, max or mean"),
         ((own(t=float("nan")),), "line 1, read as own: nan is not a time"),
         ((own(), '{"t": 1, "prompt": ' + "[" * 100_000), "line 2, read as own: maximum recursion depth"),

@@ -44,7 +44,10 @@ class Endpoint:
         models = (await self._json("/v1/models")).get("data") or []
         if not models:
             raise EndpointError(f"{self.url}/v1/models lists no model; is it an OpenAI API?")
-        self.model, self.max_model_len = models[0]["id"], models[0].get("max_model_len") or 0
+        try:
+            self.model, self.max_model_len = models[0]["id"], models[0].get("max_model_len") or 0
+        except (LookupError, TypeError):
+            raise EndpointError(f"{self.url}/v1/models does not list models; is it an OpenAI API?") from None
         with contextlib.suppress(EndpointError):
             self.is_baton = "nodes" in await self.status()
 
@@ -71,8 +74,12 @@ class Endpoint:
         """Request a greedy answer of exactly `max_tokens` tokens, and return its token ids."""
         body: Document = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if self.is_baton else {})
-        choice = (await self._send("POST", "/v1/completions", json=body)).json()["choices"][0]
-        return list(choice.get("token_ids") or (choice.get("text") or "").encode())
+        answer = await self._send("POST", "/v1/completions", json=body)
+        try:
+            choice = answer.json()["choices"][0]
+            return list(choice.get("token_ids") or (choice.get("text") or "").encode())
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise EndpointError(f"{answer.url} answers without a completion: {answer.text[:200]!r}") from None
 
     async def until_idle(self, timeout_s: float) -> bool:
         """Wait until no request runs, no block is in use and no node runs steps. Return False after the timeout."""

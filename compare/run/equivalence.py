@@ -92,12 +92,15 @@ def fits(prompt: Sequence[int], max_model_len: int) -> bool:
 
 
 def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[str]:
-    """Return a line for each answer that differs from the first arm's. `answers` has each arm's answers, by arm."""
+    """Return a line for each answer that differs from the first arm's. `answers` has each arm's answers, by arm.
+
+    The shortest prompt is first, and an arm with a shorter context has fewer answers.
+    """
     first = next(iter(answers))
     return [
         f"{name} answers greedy prompt {number} with {list(answer)[:8]}..., {first} with {list(expected)[:8]}..."
         for name, given in answers.items()
-        for number, (answer, expected) in enumerate(zip(given, answers[first], strict=True))
+        for number, (answer, expected) in enumerate(zip(given, answers[first], strict=False))
         if list(answer) != list(expected)
     ]
 

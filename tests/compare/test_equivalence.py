@@ -1,9 +1,11 @@
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from compare.arms import parse_arm, parse_arms
-from compare.endpoint import Endpoint, is_idle
+from compare.endpoint import Endpoint, EndpointError, is_idle
 from compare.load.outcome import LoadRecording, Outcome
 from compare.run.equivalence import check_parity, different_answers, different_tokens, facts_of, work_differences
 from tests.compare.reports import recording
@@ -113,3 +115,24 @@ def test_arms_must_do_the_same_work(
     for outcome in theirs.outcomes:
         outcome.error = "timeout"
     assert work_differences([{"a": ours, "b": theirs}]) == ("", ""), "failed requests are not compared"
+
+
+@pytest.mark.parametrize("body", ["<html>", "[]", "{}", '{"choices": [], "data": [{}]}', '{"choices": 1, "data": 1}'])
+async def test_an_answer_that_is_not_openai_is_an_error_of_the_endpoint(body: str) -> None:
+    async def answer(_: object) -> web.Response:
+        return web.Response(text=body)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        endpoint = Endpoint(str(server.make_url("")))
+        with pytest.raises(EndpointError, match="answers without a completion"):
+            await endpoint.complete([1], 1, "")
+        with pytest.raises(EndpointError, match="is it an OpenAI API"):
+            await endpoint.connect()
+        await endpoint.close()
+
+
+def test_only_prompts_that_fit_every_arm_are_compared() -> None:
+    assert different_answers({"long": [[1], [2]], "short": [[1]]}) == []
+    assert len(different_answers({"short": [[1]], "long": [[3], [2]]})) == 1

@@ -5,8 +5,10 @@ without retries. The time of a token is the time at which this process read the 
 """
 
 import asyncio
+import errno
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -31,6 +33,7 @@ KEEP_ALIVE_S = 2.0  # servers close a connection that is idle for 5 s; requests 
 PRIORITY = -10
 MAX_REFUSAL = 64 << 10  # maximum number of bytes to read from an error response
 LAG_S, LAG_SHARE = 0.002, 0.02  # allowed p99 of lateness: the larger of this time and this share of the TTFT SLO
+NO_FILES = os.strerror(errno.EMFILE)
 STOP_S = 5.0  # time between SIGTERM and SIGKILL
 
 
@@ -177,6 +180,9 @@ def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float 
             f"in {bundled} requests, several tokens arrived in one event without a count, so the time between tokens "
             "cannot be measured"
         )
+    failed = [outcome.error for outcome in outcomes if outcome.error.startswith("ClientConnector")]
+    if count := sum(NO_FILES in error for error in failed):
+        problems.append(f"{count} requests got no connection: too many open files in the client; raise ulimit -n")
     broken = ["Connect" in outcome.error or "Disconnected" in outcome.error for outcome in outcomes]
     # If the last request was not broken, the server has recovered: the run is valid, and broken requests miss the SLO.
     if broken and broken[-1]:
@@ -193,6 +199,9 @@ def main() -> int:
         spec = SPEC.validate_json(sys.stdin.buffer.read())
         with suppress(OSError):  # a higher priority, which needs a privilege, reduces delays of the client
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with suppress(OSError, ValueError):  # every outstanding request has a connection
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         recording = RECORDING.dump_json(uvloop.run(generate(spec)))
         # With PYTHONUNBUFFERED, sys.stdout.buffer would drop the rest of a write that a signal interrupts.
         with open(sys.stdout.fileno(), "wb", closefd=False) as out:

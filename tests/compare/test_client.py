@@ -3,6 +3,8 @@
 import asyncio
 import json
 import signal
+import sys
+from asyncio.subprocess import PIPE
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from compare.load.client import LoadSpec, drive, problems_of
+from compare.load.client import RECORDING, SPEC, LoadSpec, drive, problems_of
 from compare.load.outcome import CompletionReader, LatencySlo, LoadRecording, Outcome, body_of
 from compare.load.traffic import Arrival
 from tests.compare.fake_server import serving
@@ -99,6 +101,19 @@ async def test_open_requests_never_delay_the_next_one() -> None:
     sent = [outcome.sent_s for outcome in recording.outcomes]
     assert None not in sent
     assert max(sent) < min(outcome.ended_s for outcome in recording.outcomes)
+
+
+@pytest.mark.parametrize(("flag", "is_valid"), [("-Sn", True), ("-n", False)])
+async def test_a_limit_of_open_files_is_raised_or_invalidates_the_run(flag: str, is_valid: bool) -> None:
+    """Without a connection for each request, the client's limit would count as misses of the server."""
+    command = f'ulimit {flag} 100; exec "$0" -m compare.load.client'
+    async with serving() as (url, _):
+        process = await asyncio.create_subprocess_exec("bash", "-c", command, sys.executable, stdin=PIPE, stdout=PIPE)
+        output, _ = await process.communicate(SPEC.dump_json(spec_of(url, "hangs", *[0.0] * 200, timeout_s=3.0)))
+    recording = RECORDING.validate_json(output)
+    assert len(recording.outcomes) == 200
+    assert ({outcome.error for outcome in recording.outcomes} == {"timeout"}) == is_valid
+    assert ("too many open files" in " ".join(recording.problems)) == (not is_valid)
 
 
 async def test_a_server_that_does_not_answer_fails_every_request_and_the_run() -> None:

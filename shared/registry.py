@@ -41,7 +41,7 @@ OUTAGE_S = 2.0  # a shorter outage of Redis is not logged, because short outages
 LEASE_HEARTBEATS = 3
 FAILURES_TO_LOG = 15  # fewer failures to join are normal while a router starts, or stops together with its nodes
 RESOLVE_INTERVAL_S = 1.0
-REPEAT_S = 5.0  # how often a node repeats its unchanged info on a stream to a router
+REPEAT_S = 10.0  # maximum time after which a node repeats its unchanged info on a stream to a router
 RETRY_S, SLOW_RETRY_S = 0.2, 1.0  # SLOW_RETRY_S is used after FAILURES_TO_LOG failures
 MAX_ADDRESSES = 256  # maximum number of routers to which a node holds streams
 MAX_NODES = 4096
@@ -392,10 +392,11 @@ class StreamAnnouncer(Announcer):
             channel.close()
 
     async def _repeat(self, stream: Any, updated: asyncio.Event) -> None:
-        """Send the info again after each update, and every REPEAT_S. Ignore errors, because `_join` gets them too."""
+        """Send the info again after each update, and after a random time of at most REPEAT_S, because many nodes may
+        join a router at once. Ignore errors, because `_join` gets them too."""
         with contextlib.suppress(*PEER_FAILURES):
             while True:
-                await _wait(updated, REPEAT_S)
+                await _wait(updated, REPEAT_S * random.uniform(0.5, 1.0))
                 updated = self._updated
                 await stream.send_message(self.info)
 

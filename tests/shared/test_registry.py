@@ -328,7 +328,7 @@ async def test_an_unchanged_node_is_repeated_every_few_seconds_only(monkeypatch:
     async with announced(port, Names("127.0.0.1")):
         assert await wait_until(lambda: len(received) == 4, 20.0)
     await server.close()
-    assert received[-1] - received[0] >= 3 * 0.5 - 0.1
+    assert received[-1] - received[0] >= 3 * 0.25 - 0.1
 
 
 async def test_names_are_resolved_by_the_system_in_a_thread_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from compare.stats.measures import misses, slo_excess, steady_attainment
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
-TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # timelines per period, for the first seed (shown in the report) and for others
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # timelines per period that the report can show, and per other period
 ATTEMPTS = 3
 MIN_PAIRED_SHARE = 0.75  # a verdict requires that at least this share of the seeds has valid periods in every arm
 SEEDS_PER_SPARE = 3  # one spare seed per this many seeds; it replaces a seed that has an invalid period
@@ -234,6 +234,8 @@ class Session:
         self._findings = findings
         self._started_ns = time.time_ns()
         self._began = time.monotonic()  # start of the first trial
+        # The report shows the first seed that is valid in every arm: until then, keep traces and more timelines.
+        self._is_drawn = False
         self._one_at_a_time = asyncio.Lock()  # a fair lock, so that the searches alternate
 
     async def run(self) -> None:
@@ -297,6 +299,7 @@ class Session:
                 self._experiment.traffic(seed, None)
             except ConfigError:  # the trace is exhausted
                 return
+            self._is_drawn = num_valid == 0
             problems = [(await self._run_trial(trial)).problems for trial in trials_of(names, seed, number)]
             num_valid += not any(problems)
             is_hopeless = num_valid + len(planned) - number - 1 < experiment.least_pairs
@@ -396,16 +399,15 @@ class Session:
         period.problems += period.recording.problems
         if before is None:
             return
-        is_drawn = trial.seed == experiment.seeds[0] and not experiment.finds_capacity
         try:
             await add_records(period, endpoint, before, splits=splits_of(arm))
             if experiment.engines:
                 after, handoffs = await experiment.engines.read(), (period.counts or {}).get("handoffs", 0)
                 period.problems += check_moved(counters, after, arm.prefill, handoffs, splits=splits_of(arm))
-            await add_timelines(period, endpoint, experiment.slo, TIMELINES if is_drawn else TIMELINES_OF_OTHERS)
+            await add_timelines(period, endpoint, experiment.slo, TIMELINES if self._is_drawn else TIMELINES_OF_OTHERS)
         except EndpointError as error:
             period.problems.append(f"the router or a server was lost: {error}")
-        if is_drawn and not period.problems:
+        if self._is_drawn and not period.problems:
             trace = await endpoint.trace(time.monotonic() - began + TRACE_SLACK_S)
             (experiment.out / trace_name(experiment, trial.arm)).write_bytes(trace)
 

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -240,12 +241,12 @@ class ServedDeployments(UnreachableDeployments):
 
     def __init__(self, url: str, bundling: tuple[str, ...]) -> None:
         super().__init__()
-        self._endpoints = {arm.name: Served(url) for arm in ARMS}
-        for name, endpoint in self._endpoints.items():
+        self.endpoints: dict[str, Endpoint] = {arm.name: Served(url) for arm in ARMS}
+        for name, endpoint in self.endpoints.items():
             endpoint.model = "no-ids-bundled" if name in bundling else "ids"
 
     async def up(self, name: str) -> Endpoint:
-        return self._endpoints[name]
+        return self.endpoints[name]
 
 
 @pytest.mark.parametrize(
@@ -275,6 +276,46 @@ async def test_a_session_stops_if_no_verdict_can_be_reached(
     assert any(line.strip() == "1 of 1 requests met the SLO, including the warm-up" for line in said) == (
         len(bundling) < 2
     )
+
+
+class Traced(Served):
+    """A fake Baton without nodes, which is not idle for its first `num_busy` polls. Its traces hold their number."""
+
+    def __init__(self, url: str, num_busy: int) -> None:
+        super().__init__(url)
+        self.model, self.is_baton = "ids", True
+        self._num_busy, self._num_traces = num_busy, 0
+
+    async def complete(self, prompt: Sequence[int], max_tokens: int, salt: str) -> list[int]:
+        return [1]
+
+    async def until_idle(self, timeout_s: float) -> bool:
+        self._num_busy -= 1
+        return self._num_busy < 0
+
+    async def status(self) -> Document:
+        return status()
+
+    async def requests(self) -> list[Document]:
+        return []
+
+    async def trace(self, last_s: float) -> bytes:
+        self._num_traces += 1
+        return b"trace %d" % self._num_traces
+
+
+async def test_the_kept_traces_are_those_of_the_first_seed_that_is_valid_in_every_arm(tmp_path: Path):
+    arms = tuple(replace(arm, url="http://x") for arm in ARMS)
+    made = replace(experiment(tmp_path), arms=arms, seeds=(1, 2, 3, 4), slo=LatencySlo(60_000, 60_000))
+    async with serving() as (url, _):
+        deployments = ServedDeployments(url, ())
+        deployments.endpoints = {arms[0].name: Traced(url, 0), arms[1].name: Traced(url, 2)}
+        found = await run_session(made, deployments, print)
+    valid = [(period.trial.seed, period.trial.arm) for period in found.periods if not period.problems]
+    assert {(1, arms[0].name), (2, arms[0].name), (2, arms[1].name), (3, arms[1].name)} <= set(valid)
+    assert (1, arms[1].name) not in valid
+    assert (tmp_path / "trace.json").read_bytes() == b"trace 2"
+    assert (tmp_path / "trace-2.json").read_bytes() == b"trace 1"
 
 
 async def test_a_full_disk_ends_a_session(tmp_path: Path):

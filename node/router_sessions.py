@@ -22,6 +22,8 @@ log = logging.getLogger("baton.node")
 MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
 RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
+# Of the stats with an unchanged load, one of this many is sent: to routers with requests on the node, and to others.
+REPORT_EVERY, REPORT_EVERY_UNUSED = 2, 5
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
 MAX_DELTAS = 1000  # deltas per message
 # Logprobs per message. With 20 alternatives, a message then has a quarter of the items that the decoder accepts.
@@ -36,6 +38,7 @@ class RouterStream:
     """The unsent deltas, statistics and records for one router, and the state of its stream."""
 
     wants_records: bool = True
+    has_requests: bool = True
     deltas: list[TokenDelta] = field(default_factory=list)
     stats: NodeStats | None = None
     steps: list[StepRecord] = field(default_factory=list)
@@ -120,7 +123,7 @@ class RouterSessions:
         self._streams: dict[str, RouterStream] = {}
         self._writers = TaskGroup()
         self._load: tuple[object, ...] = ()  # load in the latest stats
-        self._is_silent = False  # whether the latest stats were not sent
+        self._num_unchanged = 0  # number of stats since the load changed
 
     async def close(self) -> None:
         await self._writers.close()
@@ -143,7 +146,7 @@ class RouterSessions:
         hello: RouterCommand | None = await stream.recv_message()
         if hello is None or (len(self._streams) >= self._max_routers and hello.router not in self._streams):
             return
-        router, session = hello.router, RouterStream(hello.records, stats=stats())
+        router, session = hello.router, RouterStream(hello.records, hello.has_requests, stats=stats())
         session.wake.set()
         if router in self._streams:
             self._end(router)
@@ -155,6 +158,10 @@ class RouterSessions:
                 async for command in stream:
                     session.wants_records = command.records
                     on_command(router, command)
+                    if command.has_requests and not session.has_requests:
+                        session.stats = stats()
+                        session.wake.set()
+                    session.has_requests = command.has_requests
         except TimeoutError:
             return  # `_end` has removed this stream
         finally:
@@ -181,15 +188,14 @@ class RouterSessions:
         return False
 
     def publish_stats(self, stats: NodeStats) -> None:
-        """Send the stats to every router. Stats with an unchanged load are sent only every second time."""
+        """Send the stats to every router, but only some of the stats with an unchanged load."""
         load = _load(stats)
-        self._is_silent = load == self._load and not self._is_silent
+        self._num_unchanged = self._num_unchanged + 1 if load == self._load else 0
         self._load = load
-        if self._is_silent:
-            return
         for session in self._streams.values():
-            session.stats = stats
-            session.wake.set()
+            if self._num_unchanged % (REPORT_EVERY if session.has_requests else REPORT_EVERY_UNUSED) == 0:
+                session.stats = stats
+                session.wake.set()
 
     async def flush(self) -> None:
         """Wait until the queued deltas and stats have been passed to the transport, at most FLUSH_S seconds."""

@@ -41,7 +41,6 @@ OUTAGE_S = 2.0  # a shorter outage of Redis is not logged, because short outages
 LEASE_HEARTBEATS = 3
 FAILURES_TO_LOG = 15  # fewer failures to join are normal while a router starts, or stops together with its nodes
 RESOLVE_INTERVAL_S = 1.0
-REPEAT_S = 10.0  # maximum time after which a node repeats its unchanged info on a stream to a router
 RETRY_S, SLOW_RETRY_S = 0.2, 1.0  # SLOW_RETRY_S is used after FAILURES_TO_LOG failures
 MAX_ADDRESSES = 256  # maximum number of routers to which a node holds streams
 MAX_NODES = 4096
@@ -377,26 +376,25 @@ class StreamAnnouncer(Announcer):
             async with JOIN.open(channel) as stream:
                 updated = self._updated
                 await stream.send_message(self.info)
-                repeating = self._tasks.start(self._repeat(stream, updated))
+                sending = self._tasks.start(self._send_updates(stream, updated))
                 try:
                     while await stream.recv_message() is not None:
                         if was_lost and address not in self._joined:
                             log.info("the router at %s answers again", address)
                         self._joined.add(address)
                 finally:
-                    repeating.cancel()
+                    sending.cancel()
             return "it ended the stream"
         except PEER_FAILURES as error:
             return str(error) or type(error).__name__
         finally:
             channel.close()
 
-    async def _repeat(self, stream: Any, updated: asyncio.Event) -> None:
-        """Send the info again after each update, and after a random time of at most REPEAT_S, because many nodes may
-        join a router at once. Ignore errors, because `_join` gets them too."""
+    async def _send_updates(self, stream: Any, updated: asyncio.Event) -> None:
+        """Send the info again after each update. Ignore errors, because `_join` gets them too."""
         with contextlib.suppress(*PEER_FAILURES):
             while True:
-                await _wait(updated, REPEAT_S * random.uniform(0.5, 1.0))
+                await updated.wait()
                 updated = self._updated
                 await stream.send_message(self.info)
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from router.nodes.load import NodeLoad
@@ -19,6 +20,7 @@ MAX_COMMAND_BYTES = 4 << 20
 CLOSED = "The connection was closed without notice, as when the process ends."
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `pass_interval`
+UNUSED_INTERVALS = 3 * LIVENESS_INTERVALS  # for nodes without requests of this router, because they report less often
 
 
 class ModelVersion(NamedTuple):
@@ -81,9 +83,10 @@ class NodeConnection:
         self._observer = observer
         self._wants_records = wants_records
         self._has_asked = self._wants_records(info.id)  # whether the node was asked to send its records
+        self._has_requests = False  # whether the node was last informed that this router has requests on it
         self._command = self._new_command()
         self._wake = asyncio.Event()
-        self._silent_intervals = 0
+        self._silent_intervals, self._max_silent = 0, LIVENESS_INTERVALS
         self._timeout: asyncio.Timeout | None = None  # timeout of the open stream
 
     @property
@@ -115,6 +118,7 @@ class NodeConnection:
         """Pass to `listener` the deltas of a request that another node will hand over to this node."""
         self.listeners[identity] = listener
         self.load.count_placement()
+        self._inform()
 
     def forget(self, identity: str) -> None:
         """Stop listening to a request that has ended on this node."""
@@ -140,7 +144,15 @@ class NodeConnection:
         return command
 
     def _new_command(self) -> RouterCommand:
-        return RouterCommand(self._router, records=self._has_asked)
+        return RouterCommand(self._router, records=self._has_asked, has_requests=self._has_requests)
+
+    def _inform(self) -> None:
+        """Inform the node whether this router has requests on it. If it now has, the node reports at once."""
+        if (has_requests := bool(self.listeners)) is not self._has_requests:
+            self._command.has_requests = self._has_requests = has_requests
+            answer_by = self._silent_intervals + LIVENESS_INTERVALS
+            self._max_silent = min(answer_by, UNUSED_INTERVALS) if has_requests else UNUSED_INTERVALS
+            self._wake.set()
 
     # ---- the stream ---------------------------------------------------------------------------------------------
 
@@ -152,7 +164,7 @@ class NodeConnection:
             try:
                 tries = 0 if await self._serve_stream() else tries
             except (*PEER_FAILURES, ValueError) as error:  # ValueError: malformed token ids
-                is_silent = isinstance(error, TimeoutError) or self._silent_intervals >= LIVENESS_INTERVALS
+                is_silent = isinstance(error, TimeoutError) or self._silent_intervals >= self._max_silent
                 if is_silent:
                     self.end_reason = "It stopped answering: it is frozen or unreachable."
                 elif isinstance(error, ValueError):
@@ -168,10 +180,10 @@ class NodeConnection:
         answer_s = max(ANSWER_S, self._timeout_s - PING_S)
         # The node's stats show that the node is alive, so pings are needed only while no stats arrive.
         channel = RpcChannel(self.info.address, answer_s=answer_s, pings_idle=True)
-        self._has_asked = self._wants_records(self.info.id)
+        self._has_asked, self._has_requests = self._wants_records(self.info.id), bool(self.listeners)
         self._command = self._new_command()
         self._wake.clear()
-        self._silent_intervals = 0
+        self._silent_intervals, self._max_silent = 0, LIVENESS_INTERVALS
         try:
             async with asyncio.timeout(None) as self._timeout, ATTACH.open(channel) as stream:
                 await stream.send_message(self._new_command())
@@ -179,6 +191,7 @@ class NodeConnection:
                 try:
                     while (update := await stream.recv_message()) is not None:
                         self._silent_intervals = 0
+                        self._max_silent = LIVENESS_INTERVALS if self._has_requests else UNUSED_INTERVALS
                         self.process(update)
                 finally:
                     writer.cancel()
@@ -186,19 +199,20 @@ class NodeConnection:
         finally:
             self._timeout = None
             if channel.fell_silent:
-                self._silent_intervals = LIVENESS_INTERVALS
+                self._silent_intervals = self._max_silent
             channel.close()
 
     def pass_interval(self) -> None:
-        """End the stream if no message has arrived within the node's timeout. Called LIVENESS_INTERVALS times within
-        the timeout.
+        """End the stream if no message has arrived within the node's timeout, or within three timeouts if the node has
+        no requests of this router. Called LIVENESS_INTERVALS times within the timeout.
 
         The timeout consists of several intervals, so that a stall of this process counts as a single interval. Messages
         that arrived during the stall are processed before the next interval ends.
         """
         self._silent_intervals += 1
-        if self._silent_intervals == LIVENESS_INTERVALS and self._timeout is not None:
+        if self._silent_intervals == self._max_silent and self._timeout is not None:
             self._timeout.reschedule(0.0)
+        self._inform()
 
     async def _write(self, stream: Any) -> None:
         with suppress(*STREAM_ENDED):
@@ -265,11 +279,11 @@ class NodeConnection:
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
     """Split a command into messages, each with at most about MAX_COMMAND_BYTES of tokens and pixels. The first message
     has the aborts."""
-    part, size = RouterCommand(command.router, aborts=command.aborts, records=command.records), 0
+    part, size = replace(command, submits=[]), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:
             yield part
-            part, size = RouterCommand(command.router, records=command.records), 0
+            part, size = replace(command, submits=[], aborts=[]), 0
         part.submits.append(submit)
         size += len(submit.tokens) + sum(len(image.pixels) for image in submit.media)
     yield part

@@ -378,7 +378,9 @@ class ServingSettings(CommonSettings):
     request_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = setting(
         0.0, "Maximum seconds for a request, and upper bound of x-request-timeout.", "no limit"
     )
-    node_timeout_s: Seconds = setting(2.5, "Treat a node as lost after this many seconds without a message.")
+    node_timeout_s: Seconds = setting(
+        2.5, "Treat a node as lost after this many seconds without a message, or three times as many without requests."
+    )
     max_connections: Count = setting(
         10_000, "Maximum HTTP connections. Beyond it, the connection that has been idle longest is closed."
     )

@@ -99,6 +99,7 @@ class RouterCommand:
     submits: list[SubmitRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     records: bool = True  # whether the node sends this router its records of steps and events from now on
+    has_requests: bool = True  # whether the router has requests on the node; if so, silence soon means that it is lost
 
 
 @dataclass(slots=True)

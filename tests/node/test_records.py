@@ -249,6 +249,11 @@ async def test_prompt_logprobs_are_published_once_for_each_request() -> None:
     assert output.prompt_logprobs == [0.3, 0.4], "another request with that id"
 
 
+def _steps(line: RouterLine) -> list[int]:
+    """Return the number of steps in each of the sent stats."""
+    return [update.stats.steps for update in line.updates if update.stats is not None]
+
+
 async def test_a_router_gets_records_and_repeated_stats_only_if_it_wants_them() -> None:
     recorder, line = StepRecorder(), RouterLine()
     sessions = RouterSessions(recorder)
@@ -270,8 +275,16 @@ async def test_a_router_gets_records_and_repeated_stats_only_if_it_wants_them() 
         await sessions.flush()
     sessions.publish_stats(NodeStats(steps=4, running=2))
     await sessions.flush()
-    sent = [update.stats.steps for update in line.updates if update.stats is not None]
-    assert sent == [0, 2, 4], "stats without news of the load are sent every second time"
+    assert _steps(line) == [0, 2, 4], "stats without news of the load are sent every second time"
+    line.updates.clear()
+    line.commands.put_nowait(RouterCommand("router", has_requests=False))
+    assert await wait_until(lambda: line.commands.empty(), 5.0)
+    for steps in range(11):
+        sessions.publish_stats(NodeStats(steps=steps, running=3))
+        await sessions.flush()
+    assert _steps(line) == [0, 5, 10], "a router without requests gets fewer of them"
+    line.commands.put_nowait(RouterCommand("router"))
+    assert await wait_until(lambda: len(line.updates) == 4, 5.0), "a router with new requests gets stats at once"
     line.hang_up()
     await serving
     publishing.cancel()

@@ -24,7 +24,7 @@ from router.dispatch.rules import DispatchRules
 from router.http.admin import Admin
 from router.http.asgi import to_response
 from router.nodes import pool
-from router.nodes.connection import NodeConnection
+from router.nodes.connection import LIVENESS_INTERVALS, NodeConnection
 from router.nodes.journal import NodeJournal
 from router.nodes.placement import PROMPTS_PER_NODE, PoolCapacity
 from router.nodes.pool import NodePool
@@ -192,6 +192,34 @@ async def test_a_silent_node_is_lost_after_the_timeout_until_it_reports_again() 
         assert here.fleet.connections["d0"] is link
 
 
+async def test_a_node_without_requests_may_be_silent_three_times_as_long_until_it_gets_one() -> None:
+    async with stage("d0", timeout_s=30.0) as here:
+        link, listener, node = here.fleet.connections["d0"], Recorder(), here.nodes["d0"]
+        assert not node.commands[0].has_requests
+        node.is_silent = True
+        await asyncio.sleep(0.1)
+        for _ in range(2 * LIVENESS_INTERVALS):
+            link.pass_interval()
+        await asyncio.sleep(0.1)
+        assert link.is_alive
+        link.submit(submit("r"), listener)
+        assert await wait_until(lambda: node.commands[-1].has_requests, 5.0)
+        link.abort("r")
+        link.submit(submit("again"), listener)
+        for _ in range(LIVENESS_INTERVALS):
+            link.pass_interval()
+        assert await wait_until(lambda: listener.losses == [link], 5.0), "further requests do not extend the time"
+
+
+async def test_a_node_whose_requests_have_ended_is_informed_of_it() -> None:
+    async with stage("d0", timeout_s=TIMEOUT_S) as here:
+        link, node = here.fleet.connections["d0"], here.nodes["d0"]
+        link.submit(submit("r"), Recorder())
+        assert await wait_until(lambda: node.commands[-1].has_requests, 5.0)
+        link.forget("r")
+        assert await wait_until(lambda: not node.commands[-1].has_requests, 5.0)
+
+
 async def test_a_router_that_has_just_started_learns_adapters_from_the_first_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -333,7 +361,7 @@ async def test_commands_reach_the_node_and_its_deltas_only_the_listeners() -> No
         link.listen("second", second)
         link.abort("unknown")
         assert await wait_until(lambda: len(node.commands) == 2, 5.0)
-        assert node.commands == [HELLO, replace(HELLO, submits=[submit("first")])]
+        assert node.commands == [replace(HELLO, has_requests=False), replace(HELLO, submits=[submit("first")])]
         link.abort("first")
         link.abort("first")
         link.forget("second")

@@ -314,23 +314,6 @@ async def test_a_name_of_the_node_itself_is_no_router(caplog: pytest.LogCaptureF
     await server.close()
 
 
-async def test_an_unchanged_node_is_repeated_every_few_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "REPEAT_S", 0.5)
-    received: list[float] = []
-
-    async def join(stream: Any) -> None:
-        async for _ in stream:
-            received.append(asyncio.get_running_loop().time())
-            await stream.send_message(Ack())
-
-    server = RpcServer({JOIN: join})
-    port = await server.start("127.0.0.1", 0)
-    async with announced(port, Names("127.0.0.1")):
-        assert await wait_until(lambda: len(received) == 4, 20.0)
-    await server.close()
-    assert received[-1] - received[0] >= 3 * 0.25 - 0.1
-
-
 async def test_names_are_resolved_by_the_system_in_a_thread_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "127.0.0.1" in await NameResolver("localhost")()
     assert await NameResolver("::1")() == ["::1"]

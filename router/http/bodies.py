@@ -266,9 +266,12 @@ class CompletionBody(GenerateBody):
     best_of: int | None = None
     echo: bool = False
     logprobs: LogprobCount | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
 
     @model_validator(mode="after")
-    def _no_search(self) -> "CompletionBody":
+    def _is_supported(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("`max_tokens` can only be 0 with `echo`.", "max_tokens")
         if self.best_of is not None and self.best_of != self.n:
             raise RequestError("`best_of` must equal `n`: all samples are returned.", "best_of")
         return self

@@ -76,6 +76,7 @@ class OutputProcessor:
         self.num_tokens = 0
         self._min_tokens = body.min_tokens
         self._include_stop = body.include_stop_str_in_output
+        self._is_empty = body.token_limit == 0  # the client only wants the prompt
         self._parser = answer_parser(body, tokenizer, prompt.request.prompt)
         self._detokenizer = tokenizer.detokenizer(
             prompt.request.prompt,
@@ -90,6 +91,8 @@ class OutputProcessor:
 
     def process(self, delta: TokenDelta) -> TextDelta:
         """Return the text that `delta` adds. A stop string ends the choice, and the tokens after it are dropped."""
+        if self._is_empty:
+            return TextDelta("", is_first=True, finish="length")
         ids = unpack_ids(delta.tokens)
         added = TextDelta("", is_first=self._is_first, vector=delta.vector, parts=None if self._parser is None else [])
         self._is_first = False

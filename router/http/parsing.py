@@ -221,6 +221,7 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
     rest, limit = context - num_prompt, body.token_limit
     if limit is None:
         limit = rest if isinstance(body, ChatBody) else min(rest, max(COMPLETION_TOKENS, body.min_tokens))
+    limit = max(limit, 1)  # if the client wants none, `OutputProcessor` drops the token
     if (wanted := max(limit, body.min_tokens)) > rest:
         raise RequestError(
             f"This model's context is {context} tokens; you requested {num_prompt + wanted}: "

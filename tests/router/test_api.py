@@ -170,6 +170,24 @@ async def test_logprobs_of_completions_follow_the_text(client, byte_level, strea
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_without_an_answer_scores_the_prompt(client, byte_level, stream):
+    body = {"prompt": ["ab", "cde"], "max_tokens": 0, "logprobs": 1, "echo": True, "return_token_ids": True}
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    response = await client.post("/v1/completions", json=body | options)
+    answers = events_of(response) if stream else [response.json()]
+    choices = {choice["index"]: choice for answer in answers for choice in answer["choices"]}
+    assert [choices[index]["text"] for index in (0, 1)] == ["ab", "cde"]
+    assert [choice["finish_reason"] for choice in choices.values()] == ["length", "length"]
+    assert not any(choice["token_ids"] for choice in choices.values())
+    for index, text in enumerate(["ab", "cde"]):
+        table, ids = choices[index]["logprobs"], byte_level.encode(text)
+        assert table["tokens"] == [byte_level.token_text(token) for token in ids]
+        assert table["token_logprobs"] == [None, *[-0.5] * (len(ids) - 1)]
+        assert len(table["text_offset"]) == len(ids)
+    assert answers[-1]["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_text_offsets_count_the_characters_of_the_returned_text(dispatcher, byte_level, fallback, stream):
     async def offsets(tokenizer: Tokenizer, prompt: Any, ids: list[int], **fields: Any) -> tuple[list[int], str]:
         dispatcher.script = lambda _, __: [*ids, EOS]

@@ -7,6 +7,7 @@ router open and send it the same messages as real nodes. The "busy" nodes genera
 others work for other routers: they report their load, and offer step records ten times a second."""
 
 import asyncio
+import gc
 import os
 import random
 import secrets
@@ -23,7 +24,7 @@ from benchmarks.result import Result, Table, medians, parser, versions
 from benchmarks.router import HEARTBEAT_S, NUM_NODES, PacedFleet, RouterProcess, running_router, streaming
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
-from shared.clock import now_ns
+from shared.clock import now_ns, to_tick
 from shared.lifecycle import TaskGroup
 from shared.registry import Announcer, StreamAnnouncer
 from shared.rpc.messages import NodeInfo, NodeStats, RequestEvent, StepRecord
@@ -77,14 +78,11 @@ class IdleFleet:
             await sessions.close()
 
     async def _beat(self, sessions: RouterSessions) -> None:
-        """Report at fixed times from a random start, as nodes with separate clocks do. If each node instead waited for
-        a fixed time after its last report, nodes that were delayed together would report together from then on."""
-        steps, clock = 0, asyncio.get_running_loop().time
-        next_s = clock() + random.random() * HEARTBEAT_S
+        """Report at ticks from a random start, as nodes do."""
+        steps, delay_s = 0, random.random() * HEARTBEAT_S
         while True:
-            await asyncio.sleep(next_s - clock())
-            next_s += HEARTBEAT_S
-            steps += 1
+            await asyncio.sleep(to_tick(delay_s))
+            steps, delay_s = steps + 1, HEARTBEAT_S
             sessions.publish_stats(NodeStats(steps=steps))
 
 
@@ -192,6 +190,7 @@ def main() -> None:
     flags.add_argument("--sizes", type=int, nargs="+", default=[10, NUM_NODES, 30, 100, 300, 1000])
     flags.add_argument("--seconds", type=float, default=5.0)
     args, rest = flags.parse_known_args()
+    gc.disable()  # a collection would stop all emulated nodes, whose messages would then arrive at once
     runs = uvloop.run(measure_all(args.sizes, args.seconds, args.repeats, rest))
     table = table_of(runs, args.sizes)
     what = "A router on a core of its own, with up to 1,000 nodes that hold their streams and compute nothing."

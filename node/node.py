@@ -25,6 +25,7 @@ from node.stats import NodeState
 from scheduler.request import Request, RequestState
 from scheduler.role import ROLES, Role
 from scheduler.scheduler import Scheduler
+from shared.clock import to_tick
 from shared.kv.channel import KVChannel
 from shared.kv.memory import KVMemory
 from shared.lifecycle import TaskGroup, wait_until
@@ -183,7 +184,7 @@ class Node:
 
     async def _heartbeat(self) -> None:
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(to_tick(self._heartbeat_s))
             self.num_heartbeats += 1
             self.sessions.publish_stats(self.stats())
 

@@ -18,6 +18,7 @@ from proxy_node.client import EngineClient, Outputs
 from proxy_node.connectors import NIXL, read_params
 from proxy_node.health import EngineHealth
 from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput
+from shared.clock import to_tick
 from shared.lifecycle import TaskGroup, wait_until
 from shared.registry import Announcer
 from shared.rpc.connection import RpcChannel
@@ -135,7 +136,7 @@ class ProxyNode:
 
     async def _heartbeat(self) -> None:
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(to_tick(self._heartbeat_s))
             if reason := self._health.check(self._now()):
                 self._lose(reason)
             self.sessions.publish_stats(self.stats())

@@ -148,11 +148,12 @@ class NodeConnection:
 
     def _inform(self) -> None:
         """Inform the node whether this router has requests on it. If it now has, the node reports at once."""
-        if (has_requests := bool(self.listeners)) is not self._has_requests:
-            self._command.has_requests = self._has_requests = has_requests
-            answer_by = self._silent_intervals + LIVENESS_INTERVALS
-            self._max_silent = min(answer_by, UNUSED_INTERVALS) if has_requests else UNUSED_INTERVALS
-            self._wake.set()
+        if bool(self.listeners) is self._has_requests:
+            return
+        self._command.has_requests = self._has_requests = bool(self.listeners)
+        answer_by = self._silent_intervals + LIVENESS_INTERVALS
+        self._max_silent = min(answer_by, UNUSED_INTERVALS) if self._has_requests else UNUSED_INTERVALS
+        self._wake.set()
 
     # ---- the stream ---------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Every peer either has proved by its certificate that it belongs to the cluster, 
 
 import asyncio
 import contextlib
+import random
 import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -27,6 +28,7 @@ from h2.connection import H2Connection
 from h2.events import PingAckReceived
 from h2.settings import SettingCodes
 
+from shared.clock import to_tick
 from shared.logs import peer_log
 from shared.rpc import tls
 from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError, MessageCodec
@@ -160,7 +162,8 @@ class PeerProtocol(H2Protocol):
         self.connection = RpcConnection(http, ClosingTransport(self.transport), self.config)
         self.connection.flush()
         self.processor = EventsProcessor(self.handler, self.connection)
-        self._watch = self._loop.call_later(self._ping_s, self._ping)
+        # The first check comes earlier by a random time, because many nodes may connect at once.
+        self._watch = self._loop.call_later(to_tick(self._ping_s * random.uniform(0.5, 1.0)), self._ping)
         self._connections[self] = None
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -213,7 +216,7 @@ class PeerProtocol(H2Protocol):
                 self.transport.abort()
                 return
         self._checked_at = now
-        self._watch = self._loop.call_later(self._ping_s, self._ping)
+        self._watch = self._loop.call_later(to_tick(self._ping_s), self._ping)
 
 
 # ---- server ----------------------------------------------------------------------------------------------------------

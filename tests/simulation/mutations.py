@@ -203,9 +203,9 @@ MUTATIONS: dict[str, tuple[int, Broken]] = {
     "quarantine is skipped": (16, _in_place_of(ReservationTable, "abort", _quarantine_skipped)),
     "checksums are not compared": (8, _in_place_of(HandoffReceiver, "_check", _not_compared)),
     "prefixes without salt": (1, _in_place_of(scheduler.scheduler, "extend_hashes", _without_salt)),
-    "positions are ignored": (3, _around(Attempt, "on_delta", _positions_ignored)),
+    "positions are ignored": (24, _around(Attempt, "on_delta", _positions_ignored)),
     "a delta is lost": (0, _around(RouterSessions, "send", _some_lost)),
-    "incomplete blocks are pushed": (64, _around(OutgoingHandoff, "next_targets", _half_blocks)),
+    "incomplete blocks are pushed": (27, _around(OutgoingHandoff, "next_targets", _half_blocks)),
     "rows go to wrong blocks, unchecked": (
         0,
         _both(

@@ -1,5 +1,6 @@
 """Patches that apply during a simulation: virtual clocks, seeded randomness, and no access outside the process."""
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -90,6 +91,7 @@ def without_teardown_errors() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
             logging.disable()
+            asyncio.set_event_loop(None)  # otherwise, a finally block creates a loop that is never closed
             gc.collect()  # this collection runs the finally blocks of the coroutines
             gc.collect()
     finally:

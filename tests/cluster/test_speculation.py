@@ -97,7 +97,7 @@ def test_answers_are_the_same_with_and_without_guesses(drafter: str, prefill: in
         assert counted(running, "accepted_tokens") > 5  # the number of guesses depends on measured step times
         is_right = counted(running, "accepted_tokens") / counted(running, "draft_tokens")
         # The drafter does not know which tokens a grammar forbids.
-        assert least < is_right < most
+        assert least < is_right <= most
         assert (after["handoffs"] > before["handoffs"]) == bool(prefill)
         node = next(node for node in running.status()["nodes"] if node["role"] == "decode")
         assert node["blocks"]["free"] + node["blocks"]["cached"] == node["blocks"]["total"]

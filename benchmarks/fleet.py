@@ -83,7 +83,7 @@ class IdleFleet:
         while True:
             await asyncio.sleep(to_tick(delay_s))
             steps, delay_s = steps + 1, HEARTBEAT_S
-            sessions.publish_stats(NodeStats(steps=steps))
+            sessions.publish_stats(NodeStats(running=1, steps=steps))
 
 
 async def _loopback() -> list[str]:

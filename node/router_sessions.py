@@ -222,6 +222,11 @@ class RouterSessions:
 
 
 def _load(stats: NodeStats) -> tuple[object, ...]:
-    """Return the part of the stats whose changes are sent to routers at once."""
+    """Return the part of the stats whose changes are sent to routers at once.
+
+    The counts of an idle node are a part of it, because requests may begin and end between two reports.
+    """
     requests = stats.running, stats.waiting
-    return stats.state, stats.ledger_error, *requests, stats.blocks_reserved, stats.blocks_quarantined
+    counts = () if any(requests) else (stats.steps, stats.handoffs, stats.handoffs_failed)
+    blocks = stats.blocks_reserved, stats.blocks_quarantined
+    return stats.state, stats.ledger_error, *requests, *counts, *blocks

@@ -283,8 +283,14 @@ async def test_a_router_gets_records_and_repeated_stats_only_if_it_wants_them() 
         sessions.publish_stats(NodeStats(steps=steps, running=3))
         await sessions.flush()
     assert _steps(line) == [0, 5, 10], "a router without requests gets fewer of them"
+    line.updates.clear()
+    for steps in (11, 11, 12, 12, 12):
+        sessions.publish_stats(NodeStats(steps=steps))
+        await sessions.flush()
+    assert _steps(line) == [11, 12], "the counts of an idle node are news"
+    line.updates.clear()
     line.commands.put_nowait(RouterCommand("router"))
-    assert await wait_until(lambda: len(line.updates) == 4, 5.0), "a router with new requests gets stats at once"
+    assert await wait_until(lambda: len(line.updates) == 1, 5.0), "a router with new requests gets stats at once"
     line.hang_up()
     await serving
     publishing.cancel()

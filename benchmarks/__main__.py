@@ -15,6 +15,7 @@ BENCHMARKS = {
     "handoff": "the time that a handoff adds to the time to first token",
     "footprint": "start-up time to the first token, and memory of the router and a node",
     "router": "streamed tokens per second, latency and memory of the router",
+    "router_workers": "the CPU time per streamed token of one and of two workers of a router",
     "fleet": "the router's CPU time, loop turns and join time with up to 1,000 emulated nodes",
     "policies": "batching policies on a virtual clock; writes docs/policies.md",
     "recording": "live runs that tests replay in the simulator",
@@ -47,6 +48,8 @@ def load(name: str) -> Callable[[], None]:  # noqa: C901, PLR0912 - one case for
             from benchmarks.handoff import footprint as main
         case "router":
             from benchmarks.router import main
+        case "router_workers":
+            from benchmarks.router_workers import main
         case "fleet":
             from benchmarks.fleet import main
         case "policies":

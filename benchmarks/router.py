@@ -106,6 +106,11 @@ class PacedNode:
             session.stats = NodeStats(steps=self._steps, running=len(self._rows))
             session.wake.set()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a request has WINDOW tokens in flight."""
+        return any(len(row.sent) - row.num_received >= WINDOW for row in self._rows)
+
     def step(self) -> None:
         """Send the next token of every request that has fewer than WINDOW tokens in flight."""
         now = time.monotonic()
@@ -189,12 +194,16 @@ class PacedFleet:
         self.rows: dict[str, PacedRequest] = {}
         self.nodes = [PacedNode(f"paced-{number}", plain[-997:], self.rows) for number in range(num_nodes)]
 
-    async def run(self, rate: float, seconds: float) -> None:
-        """Call `step` of each node in turn, at `rate` tokens per second in total. A late call delays later calls."""
+    async def run(self, rate: float, seconds: float, *, is_patient: bool = False) -> None:
+        """Call `step` of each node in turn, at `rate` tokens per second in total. A late call delays later calls.
+
+        If `is_patient`, a full node loses its turn. Each message then has tokens of all requests, as from a real node.
+        """
         period_s = len(self.rows) / rate / len(self.nodes)
         due, end = time.monotonic(), time.monotonic() + seconds
         for node in itertools.cycle(self.nodes):
-            node.step()
+            if not (is_patient and node.is_full):
+                node.step()
             due = max(due + period_s, time.monotonic())
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             if due > end:

@@ -21,7 +21,7 @@ from compare.load.outcome import LoadRecording, Outcome
 from compare.load.traffic import spread
 from compare.run.session import Experiment, Findings, Period, main_problem
 from compare.stats import verdict as verdicts
-from compare.stats.capacity import attainment_bands, paired_capacities
+from compare.stats.capacity import CapacityEstimate, attainment_bands, capacity_of, paired_capacities, paired_points
 from compare.stats.measures import (
     BETWEEN,
     RunMetrics,
@@ -162,6 +162,14 @@ class Figures:
         """The jackknife pseudo-values of each arm's capacity, or None if the capacity is known only as a bound."""
         return paired_capacities(self.findings.points, self.experiment.attainment)
 
+    @cached_property
+    def estimates(self) -> dict[str, CapacityEstimate]:
+        """Each arm's capacity, from the verdict's seeds if the arm has a figure for each of them, else from all."""
+        found, paired = self.findings.capacities, paired_points(self.findings.points)
+        known = [arm for arm, row in self.capacities.items() if len(row) > 1 and None not in row]
+        own = {arm: capacity_of(paired[arm], self.experiment.attainment) for arm in known}
+        return {arm: own.get(arm, one) if one.bounded == "yes" else one for arm, one in found.items()}
+
     @property
     def invalid(self) -> Counter[str]:
         """The number of invalid periods of each arm."""
@@ -234,7 +242,7 @@ def _summary(figures: Figures, metrics: Sequence[str]) -> Document:
             most = 1.0 if metric in SHARES else math.inf
             interval = asdict(within(0.0, most, known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
             shown[arm][metric] = interval | {"per_seed": list(row)}
-    for arm, found in figures.findings.capacities.items():  # estimates from all points; `low`, `high` may be None
+    for arm, found in figures.estimates.items():  # `low`, `high` may be None
         shown[arm][CAPACITY.name] |= {"mean": found.rate, "low": found.low, "high": found.high}
         shown[arm][CAPACITY.name] |= {"bounded": found.bounded, "cliff": found.cliff}
     return shown

@@ -102,18 +102,21 @@ def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
     return several if len({point.seed for point in points}) > 1 else list(points)
 
 
-def paired_capacities(
-    points_by_arm: Mapping[str, Sequence[CapacityPoint]], alpha: float
-) -> dict[str, list[float | None]]:
-    """Return the `influences` of each arm, one per seed. They are None if one of the arm's fits does not cross alpha.
-
-    A seed counts only if every arm was measured with this seed at three or more rates."""
+def paired_points(points_by_arm: Mapping[str, Sequence[CapacityPoint]]) -> dict[str, list[CapacityPoint]]:
+    """Return each arm's points of the seeds with which every arm was measured at three or more rates."""
     by_arm = {arm: balanced(points) for arm, points in points_by_arm.items()}
     rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
     enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
-    shared = sorted(set.intersection(*enough)) if enough else []
-    rows = {arm: [point for point in points if point.seed in shared] for arm, points in by_arm.items()}
-    return {arm: list(influences(row, alpha).values()) for arm, row in rows.items()}
+    shared = set.intersection(*enough) if enough else set()
+    return {arm: [point for point in points if point.seed in shared] for arm, points in by_arm.items()}
+
+
+def paired_capacities(
+    points_by_arm: Mapping[str, Sequence[CapacityPoint]], alpha: float
+) -> dict[str, list[float | None]]:
+    """Return the `influences` of each arm's `paired_points`, one per seed. They are None if one of the arm's fits does
+    not cross alpha."""
+    return {arm: list(influences(row, alpha).values()) for arm, row in paired_points(points_by_arm).items()}
 
 
 def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -198,6 +199,21 @@ def test_a_capacity_beyond_the_highest_rate_is_a_bound():
     assert (bound["mean"], bound["low"], bound["high"], bound["bounded"]) == (11.5, None, None, "above")
     assert bound["per_seed"] == [None] * 4
     assert row_of(report, "disaggregated:1p1d")[1] == ">= 11.50"
+
+
+def test_the_table_of_capacities_has_the_figures_of_the_verdict():
+    """The search of one arm ended with a seed that the other arms do not have."""
+    made = experiment(first_rate=10.0)
+    rows = [[0.95 + seed / 1e4, 0.9 + seed / 1e4, 0.5 + seed / 1e4] for seed in range(4)]
+    faster = [[0.99, 0.98, 0.93 + seed / 1e4, 0.6] for seed in range(4)]
+    found = searched(made, {"colocated:2": [*rows, [0.99, 0.98, 0.8]], "disaggregated:1p1d": faster})
+    assert f"{found.capacities['colocated:2'].rate:.1f}" == "10.1"
+    report = reported(made, found)
+    shown = {arm: own["capacity_rps"] for arm, own in report["summary"].items()}
+    assert report["verdict"]["sentence"].startswith("Disaggregate: 11.8 req/s instead of 10.0 req/s are possible")
+    assert [f"{shown[arm.name]['mean']:.1f}" for arm in ARMS] == ["10.0", "11.8"]
+    assert all(one["mean"] == pytest.approx(fmean(one["per_seed"])) for one in shown.values())
+    assert all(one["low"] <= one["mean"] <= one["high"] for one in shown.values())
 
 
 def test_a_seed_that_never_crosses_does_not_count_as_the_last_rate():

@@ -21,7 +21,14 @@ from compare.load.outcome import LoadRecording, Outcome
 from compare.load.traffic import spread
 from compare.run.session import Experiment, Findings, Period, main_problem
 from compare.stats import verdict as verdicts
-from compare.stats.capacity import CapacityEstimate, attainment_bands, capacity_of, paired_capacities, paired_points
+from compare.stats.capacity import (
+    CapacityEstimate,
+    attainment_bands,
+    capacity_of,
+    complete_seeds,
+    paired_capacities,
+    paired_points,
+)
 from compare.stats.measures import (
     BETWEEN,
     RunMetrics,
@@ -474,15 +481,17 @@ def verdict_problems(figures: Figures, control: Document | None, ranking: Rankin
 
 
 def _too_few(figures: Figures) -> list[str]:
-    experiment, had = figures.experiment, len(figures.pairs)
+    experiment, had, wanted = figures.experiment, len(figures.pairs), len(figures.experiment.seeds)
     if experiment.finds_capacity:
         had = min(map(len, figures.capacities.values()), default=0)
-    if had >= (2 if experiment.finds_capacity else max(2, experiment.least_pairs)):
+        text = f"only {had} of {wanted} seeds were measured at three rates around the capacity in every arm"
+        return [] if had >= 2 else [f"{text}: give more --seeds, which allow more periods"]
+    if had >= max(2, experiment.least_pairs):
         return []
-    cause = "see the runs in the report" if len(experiment.seeds) > 1 else "give --seeds 2 or more"
+    cause = "see the runs in the report" if wanted > 1 else "give --seeds 2 or more"
     if invalid := figures.invalid.total():
         cause = f"{invalid} periods are invalid, mostly because {main_problem(figures.findings.periods)}"
-    return [f"only {had} of {len(experiment.seeds)} seeds have a valid period in every arm: {cause}"]
+    return [f"only {had} of {wanted} seeds have a valid period in every arm: {cause}"]
 
 
 def _unbounded(figures: Figures) -> list[str]:
@@ -546,14 +555,12 @@ def caveats(figures: Figures) -> list[str]:
     """Return notes on the limitations of the figures, such as periods that are left out."""
     notes, experiment = list(figures.findings.notes), figures.experiment
     for arm, points in figures.findings.points.items():
-        had = sum(
-            count >= 3 for count in Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}).values()
-        )
+        had = len(complete_seeds(points))
         if len(points) >= experiment.max_trials and had < len(experiment.seeds):
             notes.append(
                 f"the search for the capacity of {arm} ended after {len(points)} periods, the most it may use, with"
-                f" only {had} of {len(experiment.seeds)} seeds measured at three rates or more; more --seeds allow"
-                " more periods"
+                f" only {had} of {len(experiment.seeds)} seeds measured at three rates around the capacity; more"
+                " --seeds allow more periods"
             )
     for arm in figures.arms:
         own = [period for period in figures.findings.periods if period.trial.arm == arm]

@@ -102,13 +102,17 @@ def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
     return several if len({point.seed for point in points}) > 1 else list(points)
 
 
+def complete_seeds(points: Sequence[CapacityPoint]) -> set[int]:
+    """Return the seeds that were measured at three or more rates, without the rates that only one seed has."""
+    counts = Counter(seed for seed, _ in {(point.seed, point.rate) for point in balanced(points)})
+    return {seed for seed, count in counts.items() if count >= 3}
+
+
 def paired_points(points_by_arm: Mapping[str, Sequence[CapacityPoint]]) -> dict[str, list[CapacityPoint]]:
-    """Return each arm's points of the seeds with which every arm was measured at three or more rates."""
-    by_arm = {arm: balanced(points) for arm, points in points_by_arm.items()}
-    rates = [Counter(seed for seed, _ in {(one.seed, one.rate) for one in points}) for points in by_arm.values()]
-    enough = [{seed for seed, count in counts.items() if count >= 3} for counts in rates]
-    shared = set.intersection(*enough) if enough else set()
-    return {arm: [point for point in points if point.seed in shared] for arm, points in by_arm.items()}
+    """Return each arm's points of the seeds that are complete in every arm."""
+    rows = points_by_arm.values()
+    shared = set.intersection(*map(complete_seeds, rows)) if rows else set()
+    return {arm: [one for one in balanced(points) if one.seed in shared] for arm, points in points_by_arm.items()}
 
 
 def paired_capacities(

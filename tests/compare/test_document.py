@@ -243,7 +243,23 @@ def test_a_search_that_ends_before_all_seeds_have_run_is_noted():
     found.points["colocated:2"] = [*bracketing, *found.points["colocated:2"][:-2]]
     (note,) = [note for note in report_of(made, found, "live", "x")["notes"] if "ended after" in note]
     assert note.startswith("the search for the capacity of colocated:2 ended after 24 periods")
-    assert "only 3 of 4 seeds measured at three rates or more" in note
+    assert "only 3 of 4 seeds measured at three rates around the capacity" in note
+
+
+def test_the_rates_at_which_a_search_begins_do_not_complete_a_seed():
+    """Each search ended while its second seed ran, so only two rates have figures of both seeds."""
+    made, rows = experiment(first_rate=10.0), [[0.99, 0.9, 0.5], [0.99, 0.89]]
+    found = searched(made, {"colocated:2": rows, "disaggregated:1p1d": rows})
+    for points in found.points.values():
+        points += [CapacityPoint(20.0 + number, 0, 0.1) for number in range(19)]
+    report = reported(made, found)
+    notes = [note for note in report["notes"] if "ended after 24 periods" in note]
+    assert len(notes) == 2
+    assert all("with only 0 of 4 seeds measured at three rates around the capacity" in note for note in notes)
+    assert report["verdict"]["sentence"] == (
+        "No verdict: only 0 of 4 seeds were measured at three rates around the capacity in every arm: give more"
+        " --seeds, which allow more periods."
+    )
 
 
 # ---- caveats -------------------------------------------------------------------------

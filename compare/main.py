@@ -171,7 +171,18 @@ def _check_choices(options: CompareOptions) -> None:
     ):
         if value not in known:
             raise ConfigError(f"{flag} {value}: must be {', '.join(known[:-1])} or {known[-1]}")
+    default = CompareOptions()
+    keeps_times = options.trace and options.rate is None and not options.find_capacity
+    for flag, needed, alone in (
+        ("--trace-format", "--trace", options.trace_format != default.trace_format and not options.trace),
+        ("--start", "--trace", options.start and not options.trace),
+        ("--attainment", "--find-capacity", options.attainment != default.attainment and not options.find_capacity),
+        ("--burstiness with --trace", "--rate or --find-capacity", options.burstiness != 1 and keeps_times),
+    ):
+        if alone:
+            raise ConfigError(f"{flag}: has no effect without {needed}; give {needed}, or leave out {flag.split()[0]}")
     for one, other, both in (
+        ("--start", "--rate", options.start and options.rate is not None),
         ("--trace", "--preset", options.trace and options.preset),
         ("--rate", "--find-capacity", options.rate is not None and options.find_capacity),
         ("--url", "--arms", options.url and (options.arms or options.more_arms)),

@@ -199,6 +199,8 @@ def prepare(options: PlanOptions) -> Simulations:
     """Return the simulations of the plan's traffic. Raises ConfigError, which names the flag."""
     if options.trace and options.preset:
         raise ConfigError("--trace and --preset: give only one of them")
+    if options.trace_format != "auto" and not options.trace:
+        raise ConfigError("--trace-format: has no effect without --trace; give --trace, or leave out --trace-format")
     if options.preset and options.preset not in PRESET_NAMES:
         raise ConfigError(f"--preset {options.preset}: must be {', '.join(PRESET_NAMES)}")
     if options.gpus < 2:

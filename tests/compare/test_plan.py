@@ -44,6 +44,7 @@ def trace(path: Path, prompt: int, answer: int) -> Path:
         (["--gpus", "1"], "--gpus 1: there is nothing to split; give 2 or more"),
         (["--preset", "poetry"], "--preset poetry: must be chat"),
         (["--trace", "t.jsonl", "--preset", "chat"], "--trace and --preset: give only one of them"),
+        (["--trace-format", "own"], "--trace-format: has no effect without --trace; give --trace, or leave out"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
         (["--trace", "negative.jsonl"], "negative.jsonl, line 1, read as own: -5 is not a number of tokens"),
         (["--trace", "long.jsonl"], "a request has 2000010 tokens, but a node holds the KV of"),

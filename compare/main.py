@@ -113,7 +113,8 @@ def prepare(
     vocabulary, limit = vocabulary_of(model, tokenizer) if model and tokenizer else (PromptVocabulary(WORDS_ONLY), 0)
     seeds = tuple(range(1, options.seeds + 1))
     encode = None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
-    trace = read_trace(options.trace, options.trace_format, encode) if options.trace else []
+    slo = LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms)
+    trace = read_trace(options.trace, options.trace_format, encode, slo=slo) if options.trace else []
     source = TrafficSource(options, vocabulary, trace, limit)
     traffic = lru_cache(source.draw)
     rate = min(first_rates.values()) if first_rates else None
@@ -126,7 +127,7 @@ def prepare(
         control=control,
         traffic=traffic,
         seeds=seeds,
-        slo=LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms),
+        slo=slo,
         attainment=options.attainment,
         first_rate=float(traffic(1, rate).notes["rate"]) if options.find_capacity else None,
         first_rates=first_rates or {},

@@ -21,6 +21,7 @@ SIGNS = {"ContextTokens": "azure", "Request tokens": "burstgpt", '"input_length"
 CSV = frozenset({"azure", "burstgpt"})
 Encode = Callable[[str], list[int]]
 Fields = Mapping[str, Any]
+NO_SLO = LatencySlo()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,14 @@ class TraceRow:
         return len(self.prompt) if self.prompt is not None else sum(length for _, length in self.pieces)
 
 
-def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> list[TraceRow]:
+def read_trace(
+    path: Path, form: str = "auto", encode: Encode | None = None, *, slo: LatencySlo = NO_SLO
+) -> list[TraceRow]:
     """Return the rows in the order of their times, which are seconds since the start of the trace.
 
     Requests with an empty prompt or an empty answer, such as failed requests in BurstGPT, are left out. `encode`
-    tokenizes prompts that are text. Raises ConfigError, which names the file, the line and the problem.
+    tokenizes prompts that are text. `slo` has the limits that the SLO of a row does not state. Raises ConfigError,
+    which names the file, the line and the problem.
     """
     rows: list[TraceRow] = []
     number = 1
@@ -54,7 +58,7 @@ def read_trace(path: Path, form: str = "auto", encode: Encode | None = None) -> 
             lines: Iterable[Any] = csv.DictReader(file) if form in CSV else file
             for number, line in enumerate(lines, 2 if form in CSV else 1):  # noqa: B007 - used in errors
                 if not isinstance(line, str) or line.strip():
-                    row = FORMS[form](_object(line) if isinstance(line, str) else line, encode)
+                    row = FORMS[form](_object(line) if isinstance(line, str) else line, encode, slo)
                     rows += [row] if row.prompt_len and row.max_tokens else []
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -88,20 +92,20 @@ def _object(line: str) -> Fields:
     return fields
 
 
-def _azure(fields: Fields, _: Encode | None) -> TraceRow:
+def _azure(fields: Fields, *_: object) -> TraceRow:
     """Parse a row of the Azure LLM inference traces 2023 and 2024 (Patel et al., Splitwise)."""
     at = datetime.fromisoformat(fields["TIMESTAMP"])
     at_s = (at - datetime(1970, 1, 1, tzinfo=at.tzinfo)).total_seconds()
     return TraceRow((("", _count(fields["ContextTokens"])),), _count(fields["GeneratedTokens"]), at_s)
 
 
-def _burstgpt(fields: Fields, _: Encode | None) -> TraceRow:
+def _burstgpt(fields: Fields, *_: object) -> TraceRow:
     """Parse a row of BurstGPT (Wang et al.). Times are in seconds, and a failed request has 0 response tokens."""
     pieces = (("", _count(fields["Request tokens"])),)
     return TraceRow(pieces, _count(fields["Response tokens"]), _seconds(fields["Timestamp"]))
 
 
-def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
+def _mooncake(fields: Fields, *_: object) -> TraceRow:
     """Parse a row of Mooncake (Qin et al.). Times are in milliseconds. Blocks with equal ids have equal tokens."""
     length, ids = _count(fields["input_length"]), fields["hash_ids"]
     if len(ids) != -(-length // MOONCAKE_BLOCK):
@@ -111,7 +115,7 @@ def _mooncake(fields: Fields, _: Encode | None) -> TraceRow:
     return TraceRow(tuple(pieces), _count(fields["output_length"]), _seconds(fields["timestamp"]) / 1000)
 
 
-def _own(fields: Fields, encode: Encode | None) -> TraceRow:
+def _own(fields: Fields, encode: Encode | None, slo: LatencySlo) -> TraceRow:
     """Parse a row of our own format: {t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}.
 
     `t` is the request's time in seconds.
@@ -121,8 +125,8 @@ def _own(fields: Fields, encode: Encode | None) -> TraceRow:
     limits = fields.get("slo")
     if limits is not None and (not isinstance(limits, dict) or set(limits) - {"ttft_ms", "tbt_ms", "tbt_of"}):
         raise ValueError(f"slo is {limits!r}; it may have ttft_ms, tbt_ms and tbt_of")
-    slo = LatencySlo(**limits) if limits else None
-    row = TraceRow((), _count(fields["max_tokens"]), _seconds(fields["t"]), slo)
+    own = replace(slo, **limits) if limits else None
+    row = TraceRow((), _count(fields["max_tokens"]), _seconds(fields["t"]), own)
     if "prompt" in fields:
         prompt = fields["prompt"]
         if isinstance(prompt, str):
@@ -151,6 +155,6 @@ def _seconds(value: Any) -> float:
     return seconds
 
 
-FORMS: dict[str, Callable[[Fields, Encode | None], TraceRow]] = {
+FORMS: dict[str, Callable[[Fields, Encode | None, LatencySlo], TraceRow]] = {
     "azure": _azure, "burstgpt": _burstgpt, "mooncake": _mooncake, "own": _own
 }  # fmt: skip

@@ -213,7 +213,8 @@ def prepare(options: PlanOptions) -> Simulations:
     except ValueError as error:
         raise ConfigError(str(error).replace("--emulate", "--cost")) from None
     traffic = traffic_options(options)
-    trace = read_trace(options.trace, options.trace_format) if options.trace else []
+    slo = LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms)
+    trace = read_trace(options.trace, options.trace_format, slo=slo) if options.trace else []
     limit = context_limit(traffic) if options.validate else 0
     source = TrafficSource(traffic, PromptVocabulary(1), trace, limit)
     step_ms = 1000 * (device.cost.seconds(StepWork(num_decodes=1, decode_context=1)) + device.times.step_s)

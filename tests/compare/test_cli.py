@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
+from compare.load.outcome import LatencySlo
 from compare.main import prepare
 from compare.options import CompareOptions
 from compare.report.terminal import row_of, show
@@ -116,6 +117,15 @@ def test_trace_and_tokenizer_are_read_once(tmp_path: Path):
         Path(name).unlink()
     assert len(made.traffic(2, 5.0).arrivals[0].prompt) > 1
     assert made.traffic(1, None).arrivals
+
+
+def test_a_request_with_one_limit_keeps_the_other_limit_of_the_run():
+    slos = {"ttft_ms": 90}, {"tbt_ms": 7}, {"ttft_ms": 0, "tbt_of": "max"}
+    lines = [json.dumps({"t": 0, "prompt_len": 8, "max_tokens": 4, "slo": slo}) for slo in slos]
+    Path("own.jsonl").write_text("\n".join(lines))
+    options = CompareOptions(on="sim", trace=Path("own.jsonl"), ttft_slo_ms=300.0, tbt_slo_ms=30.0, seeds=1)
+    arrivals = prepare(options)[0].traffic(1, None).arrivals
+    assert [arrival.slo for arrival in arrivals] == [LatencySlo(90, 30), LatencySlo(300, 7), LatencySlo(0, 30, "max")]
 
 
 def test_notes_are_printed_with_the_verdict(capsys: pytest.CaptureFixture[str]):

@@ -154,6 +154,7 @@ def test_the_slo_of_a_row_replaces_that_of_the_plan(tmp_path: Path) -> None:
         attainment = [runs.attainment(LatencySlo(ttft, 1000.0)) for ttft in (1000.0, 1.0)]
         found.append((attainment, [sum(each.values()) for each in causes]))
     assert found == [([1.0, 0.0], [0, 50]), ([0.5, 0.0], [25, 50]), ([0.5, 0.5], [25, 25])]
+    assert set(one.slos(0, 100)) == {LatencySlo(450.0, 1, "max"), LatencySlo(10**6, 40.0)}
 
 
 def test_a_trace_may_be_shorter_than_the_periods_of_a_validation(

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -114,7 +115,8 @@ def prepare(
     seeds = tuple(range(1, options.seeds + 1))
     encode = None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
     slo = LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms)
-    trace = read_trace(options.trace, options.trace_format, encode, slo=slo) if options.trace else []
+    read = partial(read_trace, form=options.trace_format, encode=encode, slo=slo, vocab_size=vocab_size(options))
+    trace = read(options.trace) if options.trace else []
     source = TrafficSource(options, vocabulary, trace, limit)
     traffic = lru_cache(source.draw)
     rate = min(first_rates.values()) if first_rates else None
@@ -216,6 +218,14 @@ def context_limit(options: CompareOptions) -> int:
     """Return the model's maximum context, or 0 if it is unknown. Raises ConfigError."""
     model = _model_of(options)
     return vocabulary_of(model, _tokenizer(model))[1] if model else 0
+
+
+def vocab_size(options: CompareOptions) -> int:
+    """Return the size of the model's vocabulary, or 0 if it is unknown. Raises ConfigError."""
+    model = _model_of(options)
+    with suppress(ConfigError):
+        return read_limits(model)[1] if model else 0
+    return 0
 
 
 def _arms_of(options: CompareOptions) -> list[Arm]:

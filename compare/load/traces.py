@@ -22,6 +22,7 @@ CSV = frozenset({"azure", "burstgpt"})
 Encode = Callable[[str], list[int]]
 Fields = Mapping[str, Any]
 NO_SLO = LatencySlo()
+MOST_IDS = 2**31  # upper limit of the number of token ids if the model's vocabulary is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,13 @@ class TraceRow:
 
 
 def read_trace(
-    path: Path, form: str = "auto", encode: Encode | None = None, *, slo: LatencySlo = NO_SLO
+    path: Path, form: str = "auto", encode: Encode | None = None, *, slo: LatencySlo = NO_SLO, vocab_size: int = 0
 ) -> list[TraceRow]:
     """Return the rows in the order of their times, which are seconds since the start of the trace.
 
     Requests with an empty prompt or an empty answer, such as failed requests in BurstGPT, are left out. `encode`
-    tokenizes prompts that are text. `slo` has the limits that the SLO of a row does not state. Raises ConfigError,
-    which names the file, the line and the problem.
+    tokenizes prompts that are text. `slo` has the limits that the SLO of a row does not state. `vocab_size` is
+    the size of the model's vocabulary (0: unknown). Raises ConfigError, which names the file, the line and the problem.
     """
     rows: list[TraceRow] = []
     number = 1
@@ -58,7 +59,9 @@ def read_trace(
             lines: Iterable[Any] = csv.DictReader(file) if form in CSV else file
             for number, line in enumerate(lines, 2 if form in CSV else 1):  # noqa: B007 - used in errors
                 if not isinstance(line, str) or line.strip():
-                    row = FORMS[form](_object(line) if isinstance(line, str) else line, encode, slo)
+                    row = FORMS[form](
+                        _object(line) if isinstance(line, str) else line, encode, slo, vocab_size or MOST_IDS
+                    )
                     rows += [row] if row.prompt_len and row.max_tokens else []
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -115,7 +118,7 @@ def _mooncake(fields: Fields, *_: object) -> TraceRow:
     return TraceRow(tuple(pieces), _count(fields["output_length"]), _seconds(fields["timestamp"]) / 1000)
 
 
-def _own(fields: Fields, encode: Encode | None, slo: LatencySlo) -> TraceRow:
+def _own(fields: Fields, encode: Encode | None, slo: LatencySlo, num_ids: int) -> TraceRow:
     """Parse a row of our own format: {t, prompt | prompt_len [, prefix_id, prefix_len], max_tokens [, session, slo]}.
 
     `t` is the request's time in seconds.
@@ -133,7 +136,11 @@ def _own(fields: Fields, encode: Encode | None, slo: LatencySlo) -> TraceRow:
             if encode is None:
                 raise ValueError("prompt is text, but there is no tokenizer: give token ids or prompt_len")
             prompt = encode(prompt)
-        return replace(row, prompt=tuple(_count(token) for token in prompt))
+        if invalid := [token for token in prompt if type(token) is not int or not 0 <= token < num_ids]:
+            raise ValueError(
+                f"prompt has {invalid[0]!r}; give token ids of the model, which are from 0 to {num_ids - 1}"
+            )
+        return replace(row, prompt=tuple(prompt))
     length, prefix = _count(fields["prompt_len"]), _count(fields.get("prefix_len", 0))
     if prefix > length or (prefix and "prefix_id" not in fields):
         raise ValueError("prefix_len needs a prefix_id, and must not exceed prompt_len")
@@ -155,6 +162,6 @@ def _seconds(value: Any) -> float:
     return seconds
 
 
-FORMS: dict[str, Callable[[Fields, Encode | None, LatencySlo], TraceRow]] = {
+FORMS: dict[str, Callable[[Fields, Encode | None, LatencySlo, int], TraceRow]] = {
     "azure": _azure, "burstgpt": _burstgpt, "mooncake": _mooncake, "own": _own
 }  # fmt: skip

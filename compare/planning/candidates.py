@@ -14,7 +14,7 @@ from compare.arms import Arm, parse_arm, parse_settings
 from compare.load.outcome import LatencySlo, Outcome
 from compare.load.traces import TraceRow, read_trace
 from compare.load.traffic import PRESET_NAMES, PromptVocabulary, TrafficSource, scaled
-from compare.main import context_limit
+from compare.main import context_limit, vocab_size
 from compare.options import CompareOptions, check_finite
 from compare.planning.options import PlanOptions
 from compare.playground.interactive import interpolated
@@ -214,8 +214,8 @@ def prepare(options: PlanOptions) -> Simulations:
         raise ConfigError(str(error).replace("--emulate", "--cost")) from None
     traffic = traffic_options(options)
     slo = LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms)
-    trace = read_trace(options.trace, options.trace_format, slo=slo) if options.trace else []
-    limit = context_limit(traffic) if options.validate else 0
+    limit, size = (context_limit(traffic), vocab_size(traffic)) if options.validate else (0, 0)
+    trace = read_trace(options.trace, options.trace_format, slo=slo, vocab_size=size) if options.trace else []
     source = TrafficSource(traffic, PromptVocabulary(1), trace, limit)
     step_ms = 1000 * (device.cost.seconds(StepWork(num_decodes=1, decode_context=1)) + device.times.step_s)
     for flag, limit_ms in (("--tbt-slo-ms", options.tbt_slo_ms), ("--ttft-slo-ms", options.ttft_slo_ms)):

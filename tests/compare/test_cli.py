@@ -74,6 +74,18 @@ def test_invalid_options_are_refused(arguments: list[str], complaint: str, capsy
     assert not list(Path().iterdir())
 
 
+@pytest.mark.parametrize(
+    "command", [["compare"], ["compare", "--on", "sim"], ["plan", "--validate", "emulated"]], ids=" ".join
+)
+def test_prompts_with_tokens_outside_the_vocabulary_are_refused(command: list[str], capsys: pytest.CaptureFixture[str]):
+    rows = [{"t": at_s, "prompt": [5, last], "max_tokens": 4} for at_s, last in enumerate((2047, 2048))]
+    Path("own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line = refusal(capsys, lambda: main([*command, "--trace", "own.jsonl"]))
+    complaint = "prompt has 2048; give token ids of the model, which are from 0 to 2047"
+    assert line.strip() == f"baton {command[0]}: own.jsonl, line 2, read as own: {complaint}"
+    assert [path.name for path in Path().iterdir()] == ["own.jsonl"]
+
+
 def test_an_output_directory_below_a_file_is_refused(capsys: pytest.CaptureFixture[str]):
     Path("file").write_text("")
     assert "--out file/report" in refused(["--out", "file/report"], capsys)

@@ -95,6 +95,11 @@ def test_every_format_is_recognised_and_read(tmp_path: Path, lines: tuple[str, .
         ((own(max_token=3),), "line 1, read as own: unknown field 'max_token'"),
         ((own(prefix_len=3),), "line 1, read as own: prefix_len needs a prefix_id"),
         ((own(prompt="Hello"),), "line 1, read as own: prompt is text"),
+        (
+            (own(), own(prompt=[5, -1])),
+            "line 2, read as own: prompt has -1; give token ids of the model, which are from 0",
+        ),
+        ((own(prompt=[True]),), "line 1, read as own: prompt has True; give token ids"),
         ((own(t=-1),), "line 1, read as own: -1 is not a time"),
         ((own(slo={"ttft": 3}),), "line 1, read as own: slo is {'ttft': 3}; it may have ttft_ms"),
         ((own(slo={"ttft_ms": "fast"}),), "line 1, read as own: slo: ttft_ms is 'fast'; it must be milliseconds"),

@@ -117,6 +117,7 @@ def test_adapters_are_loaded_and_unloaded_while_the_cluster_serves(prefill: int,
         cases = [(adapter, index) for index in range(len(PROMPTS)) for adapter in expected]
         found = pool.map(lambda case: running.complete(PROMPTS[case[1]], COUNT, model=case[0]), cases)
         assert list(found) == [expected[adapter][index] for adapter, index in cases]
+        wait_for(lambda: running.status()["totals"]["running"] == 0, "the nodes report the end of these requests")
 
         long = pool.submit(running.complete, PROMPTS[0], 90, model="sql")
         wait_for(lambda: running.status()["totals"]["running"] > 0, "the request runs")

@@ -170,11 +170,12 @@ def test_a_router_that_ends_or_a_node_with_invalid_settings_ends_all(
 
 @pytest.mark.parametrize(("output", "encoding"), [("/dev/full", "utf-8"), ("/dev/null", "ascii")])
 def test_a_cluster_whose_lines_cannot_be_printed_runs_and_drains(tmp_path: Path, output: str, encoding: str) -> None:
-    done = [tmp_path / name for name in ("printed", "drained")]
+    done = [tmp_path / name for name in ("printed", "started", "drained")]
     touch = f"import pathlib; pathlib.Path({str(done[0])!r}).touch()"
     prints = 'sys.stdout.buffer.write("ü\\n".encode() + 2_000_000 * b"x")'
     node = POLITE.format(delay_s=0).replace('print("up")', f"{prints}; {touch}")
-    router = POLITE.format(delay_s=0.3).replace('print("bye")', touch.replace("printed", "drained"))
+    router = POLITE.format(delay_s=0.3).replace('print("up")', touch.replace("printed", "started"))
+    router = router.replace('print("bye")', touch.replace("printed", "drained"))
     programs = json.dumps([("router", router), ("decode-0", node)])
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     with open(output, "w") as file:
@@ -182,8 +183,9 @@ def test_a_cluster_whose_lines_cannot_be_printed_runs_and_drains(tmp_path: Path,
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL, cwd=ROOT, env=environment)
     try:
         wait_for(done[0].exists, "a node has printed more than a pipe holds", PATIENCE_S)
+        wait_for(done[1].exists, "the router handles signals", PATIENCE_S)
         process.send_signal(signal.SIGHUP)
-        wait_for(done[1].exists, "the router has drained, and was not killed", PATIENCE_S)
+        wait_for(done[2].exists, "the router has drained, and was not killed", PATIENCE_S)
     finally:
         process.kill()
         process.wait()

@@ -6,8 +6,8 @@ All routers run at the same time on the first CPU. Each has its own fake nodes a
 run on the last CPU and send tokens to one router after the other. A round measures every router once, and each ratio is
 one of two routers in the same round, so that changes of the machine's speed affect both.
 
-Two workers that share a core also share its caches, so that each slice of CPU time starts with slow memory accesses.
-With slices of 100 ms instead of about 4 ms, this cost nearly disappears, as for workers with cores of their own.
+Two workers that share a core also share its caches, so each slice of CPU time probably begins with slow memory access.
+Slices of 100 ms instead of about 4 ms make such starts rare, as if the workers had cores of their own.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from benchmarks.router import NUM_STREAMS, PacedFleet, RouterProcess, started, s
 RATE = 100_000  # tokens per second; more than a router can send on one core
 SLICE_MS = 100
 SCHED_SETATTR = 314  # number of the system call on x86-64
-# Pairs of one worker and two workers with the same streams. None: the kernel's default slices.
+# (workers, streams, slice in ms). Each ratio is to the arm with one worker and the same streams. None: default slices.
 ARMS = [
     (workers, streams, ms)
     for streams in (NUM_STREAMS, 2 * NUM_STREAMS)
@@ -90,9 +90,8 @@ def main() -> None:
     runs = uvloop.run(measure(args.repeats, args.seconds))
     rows = list[list[Cell]]()
     for place, (workers, num_streams, slice_ms) in enumerate(ARMS):
-        times = (
-            ratio(runs[place], runs[place - place % 3]) if workers > 1 else None
-        )  # the first of three has one worker
+        one = runs[place - place % 3]  # the first of three arms has one worker
+        times = ratio(runs[place], one) if workers > 1 else None
         slices = "default" if slice_ms is None else f"{slice_ms} ms"
         is_met = None if times is None else times <= GOAL
         rows.append([num_streams, workers, slices, median(runs[place]), times, is_met])

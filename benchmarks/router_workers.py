@@ -29,7 +29,7 @@ SCHED_SETATTR = 314  # number of the system call on x86-64
 # (workers, streams, slice in ms). Each ratio is to the arm with one worker and the same streams. None: default slices.
 ARMS = [
     (workers, streams, ms)
-    for streams in (NUM_STREAMS, 2 * NUM_STREAMS)
+    for streams in (NUM_STREAMS, 2 * NUM_STREAMS, 4 * NUM_STREAMS)
     for workers, ms in ((1, None), (2, None), (2, SLICE_MS))
 ]
 GOAL = 1.05
@@ -85,7 +85,7 @@ async def measure(rounds: int, seconds: float) -> list[list[float]]:
 
 def main() -> None:
     flags = parser(__doc__, repeats=30)
-    flags.add_argument("--seconds", type=float, default=0.5, help="duration of a measurement; each repeat has six")
+    flags.add_argument("--seconds", type=float, default=0.5, help="duration of a measurement; each repeat has nine")
     args = flags.parse_args()
     runs = uvloop.run(measure(args.repeats, args.seconds))
     rows = list[list[Cell]]()
@@ -99,7 +99,7 @@ def main() -> None:
     note = "Medians. The ratios are of measurements in the same round. All workers of a router share one core."
     Result(
         "router_workers",
-        "Routers with one or two workers on one core, and 256 or 512 streams from 16 nodes that compute nothing.",
+        "Routers with one or two workers on one core, and 256, 512 or 1,024 streams from 16 nodes that compute nothing.",
         [Table("Workers of a router", columns, rows, note)],
         runs,
         versions("uvloop", "uvicorn", "starlette", "httptools", "grpclib", "msgpack", "tokenizers"),

@@ -17,14 +17,11 @@ MAX_FAILURES, WINDOW_S = 3, 10.0  # MAX_FAILURES failures of one kind within WIN
 
 @dataclass(slots=True)
 class EngineHealth:
-    """The state of one incarnation of an engine.
-
-    `failure` is "" while the engine is alive, and otherwise the reason why it is lost.
-    """
+    """The state of one incarnation of an engine."""
 
     stuck_s: float
     progress_at: float
-    failure: str = ""
+    failure: str = ""  # the reason why the engine is lost, or "" while it is alive
     _num_steps: float = -1.0
     _load: tuple[float, ...] = ()
     _malformed: deque[float] = field(default_factory=deque)
@@ -36,10 +33,7 @@ class EngineHealth:
 
     def scraped(self, now: float, num_steps: float, load: tuple[float, ...], num_requests: int) -> None:
         """Record an answer to `/metrics`. `load` has the values that the engine sets after each step. `num_requests`
-        counts this process's running requests.
-
-        If the number of steps has fallen, the engine was restarted, and it counts as lost.
-        """
+        counts this process's running requests."""
         if num_steps < self._num_steps:
             self.lost("it was restarted")
         if (num_steps, load) != (self._num_steps, self._load) or not num_requests:

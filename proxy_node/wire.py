@@ -108,14 +108,11 @@ def probe_request(tokens: list[int], max_tokens: int, **sampling: Any) -> Submit
 
 @dataclass(slots=True)
 class EngineOutput:
-    """The next tokens of an answer, with the logprobs of each token if they were requested.
-
-    `finish` is "stop" or "length" if these are the last tokens of the answer, and otherwise "".
-    """
+    """The next tokens of an answer, with the logprobs of each token if they were requested."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    finish: str = ""
+    finish: str = ""  # "stop" or "length" if these are the last tokens of the answer
 
 
 class EventReader:
@@ -203,16 +200,11 @@ def likeliest(token: int, logprob: float, top: dict[int, float], num_top: int) -
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """The contents of `/metrics`.
+    """The contents of `/metrics`."""
 
-    `values` maps the names of metrics, without a prefix such as "vllm:", to their values. If a metric has a label
-    `source`, the label follows the name, as in NAME:SOURCE. `cache` has the labels of `cache_config_info`.
-    `num_engines` counts the data-parallel engines of the server.
-    """
-
-    values: dict[str, float]
-    cache: dict[str, str]
-    num_engines: int
+    values: dict[str, float]  # by name without a prefix such as "vllm:"; a label `source` follows, as in NAME:SOURCE
+    cache: dict[str, str]  # the labels of `cache_config_info`
+    num_engines: int  # number of data-parallel engines of the server
 
 
 def read_metrics(text: str, prefix: str = "vllm") -> EngineMetrics:

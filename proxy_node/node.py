@@ -338,9 +338,7 @@ class ProxyNode:
                 raise
             # An engine reports the same error whether it cannot read the KV or fails in another way, so the handoff may
             # have failed.
-            raise EngineFailure(
-                f"{HANDOFF}{failure}", is_suspicious=True, is_garbage=failure.is_garbage, is_refusal=failure.is_refusal
-            ) from None
+            raise replace(failure, reason=f"{HANDOFF}{failure}", retry=True, is_suspicious=True) from None
 
     # ---- handoffs -----------------------------------------------------------------------------------------------
 

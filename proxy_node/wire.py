@@ -25,21 +25,19 @@ METRIC = re.compile(r"^(\w+):(\w+)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
+@dataclass(eq=False)
 class EngineFailure(Exception):
-    """The engine did not compute a request.
+    """The engine did not compute a request."""
 
-    `retry` is true if another node may succeed, `is_suspicious` if the engine may be gone, `is_garbage` if its answer
-    violates the protocol, and `is_refusal` if the engine refused or gave up a valid request, but not because of its
-    load. `status` is the HTTP status if the engine refused the request, and otherwise 0.
-    """
+    reason: str
+    retry: bool = True  # whether another node may succeed
+    is_suspicious: bool = False  # whether the engine may be gone
+    is_garbage: bool = False  # whether the engine's answer violates the protocol
+    is_refusal: bool = False  # whether the engine refused or gave up a valid request, but not because of its load
+    status: int = 0  # the HTTP status if the engine refused the request
 
-    def __init__(
-        self, reason: str, *, retry: bool = True, is_suspicious: bool = False, is_garbage: bool = False,
-        is_refusal: bool = False, status: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(reason)
-        self.retry, self.is_suspicious, self.is_garbage = retry, is_suspicious, is_garbage
-        self.is_refusal, self.status = is_refusal, status
+    def __str__(self) -> str:
+        return self.reason
 
 
 def garbage(reason: str) -> EngineFailure:

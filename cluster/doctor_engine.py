@@ -22,6 +22,7 @@ from shared.rpc.messages import SubmitRequest
 Check = Callable[[], Awaitable[str]]
 LENGTH = 24  # tokens of an answer
 IDLE_S = 10.0
+CONFIG = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 TEXTS = (
     "Hello", " leading and trailing ", "two\nlines\n\n", "\ttabs\t", "MiXeD CaSe", "it's, isn't it?", "12345 67.89",
     "Grüße aus Köln", "naïve café", "Привет, мир", "こんにちは世界", "你好，世界", "مرحبا", "🙂🚀", "e\u0301",
@@ -132,9 +133,6 @@ async def same_kv(one: EngineExaminer, other: EngineExaminer) -> str:
         if not await connector(each.engine):
             raise ValueError(f"{each.engine.url} has no KV connector: start it with --kv-transfer-config '{CONFIG}'")
     return "both have the connector NIXL and KV of one layout"
-
-
-CONFIG = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 
 
 async def hands_over(prefill: EngineExaminer, decode: EngineExaminer) -> str:

@@ -45,7 +45,7 @@ from shared.kv.local import LocalChannel, private
 from shared.kv.memory import KVMemory
 from shared.kv.shm import ShmChannel
 from shared.kv.tcp import TcpChannel
-from shared.lifecycle import ProcessLifetime, freeze_gc, listen, run
+from shared.lifecycle import ProcessLifetime, freeze_gc, listen, result_before, run
 from shared.registry import Announcer, announcer
 from shared.resolver import Resolver
 from shared.rpc import tls
@@ -191,8 +191,8 @@ class NodeProcess:
             info = node.state.info
             await registry.start(info)
             log.info("%s at %s: %d blocks of %d tokens", info.id, info.address, info.num_blocks - 1, info.block_tokens)
-            draining = asyncio.ensure_future(lifetime.draining.wait())
-            failure = await _first(draining, node.fatal_error) or await self._drain(node, registry)
+            failed = result_before(asyncio.shield(node.fatal_error), lifetime.draining.wait())
+            failure = await failed or await self._drain(node, registry)
             if failure is not None:
                 log.error("the engine failed: %s", failure)
                 os._exit(EXIT_ENGINE_FAILED)  # no cleanup, because the engine's thread may hang in the device
@@ -301,22 +301,13 @@ class NodeProcess:
         """Announce that the node drains, and drain it. Return the engine's error if the engine fails during the
         drain."""
         await registry.update(replace(node.state.info, state="draining"))
-        return await _first(asyncio.ensure_future(self._drain_requests(node)), node.fatal_error)
+        return await result_before(asyncio.shield(node.fatal_error), self._drain_requests(node))
 
     async def _drain_requests(self, node: Node) -> None:
         timeout_s = self.settings.drain_timeout_s
         if migrated := await node.drain(timeout_s, f"node {node.state.info.id} is shutting down"):
             log.warning("%d requests did not end within %g s: they are retried on other nodes", migrated, timeout_s)
         await node.sessions.flush()  # so that the routers know that the node leaves as planned
-
-
-async def _first(event: "asyncio.Future[Any]", fatal_error: "asyncio.Future[BaseException]") -> BaseException | None:
-    """Wait for the event or for a fatal error. Return the error if there is one."""
-    await asyncio.wait((event, fatal_error), return_when=asyncio.FIRST_COMPLETED)
-    if fatal_error.done():
-        event.cancel()
-        return fatal_error.result()
-    return None
 
 
 def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:

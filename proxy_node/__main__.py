@@ -4,10 +4,8 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from node.engine_steps import StepSocket
 from node.identity import advertised, default_id
@@ -23,7 +21,7 @@ from shared import logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import ProxySettings
 from shared.errors import ConfigError
-from shared.lifecycle import ProcessLifetime, listen, run
+from shared.lifecycle import ProcessLifetime, listen, result_before, run
 from shared.model_files import read_end_tokens, read_limits, resolve
 from shared.registry import announcer
 from shared.rpc import tls
@@ -41,7 +39,6 @@ NEEDS_CONNECTOR = (
 # Attributes of a node whose engine works only together with another engine, by `EngineFacts.role`.
 PAIRED = {"prefill": {"generates": "no"}, "decode": {"computes_prompts": "no"}}
 STEP_TOKENS = 2048  # vLLM's default maximum of tokens in a step, used if the engine does not report its steps
-Result = TypeVar("Result")
 
 
 def main(settings: ProxySettings) -> int:
@@ -88,9 +85,9 @@ class ProxyProcess:
                     self.steps.open()
                     cleanup.callback(self.steps.close)
                 await NodeProbes(self._stats, str, self._refusal).serve(self.settings, cleanup)
-                info = await _unless(lifetime, self._await_engine(is_first=True))
+                info = await result_before(self._await_engine(is_first=True), lifetime.draining.wait())
                 while info is not None and await self._serve_incarnation(info, lifetime):
-                    info = await _unless(lifetime, self._await_engine(is_first=False))
+                    info = await result_before(self._await_engine(is_first=False), lifetime.draining.wait())
             except (ConfigError, OSError) as error:
                 return _start_failed(error)
         return 0
@@ -195,7 +192,7 @@ class ProxyProcess:
             cleanup.callback(setattr, self, "node", None)
             cleanup.push_async_callback(registry.close)
             log.info("%s at %s: %s at %s", info.id, node.info.address, info.attributes["engine"], self.engine.url)
-            reason = await _unless(lifetime, asyncio.shield(node.lost))
+            reason = await result_before(asyncio.shield(node.lost), lifetime.draining.wait())
             if reason is not None:
                 log.error("the engine at %s is lost: %s", self.engine.url, reason)
                 await node.sessions.flush()
@@ -205,17 +202,6 @@ class ProxyProcess:
             if moved := await node.end(settings.drain_timeout_s):
                 log.warning("%d requests did not end within %g s: they are retried", moved, settings.drain_timeout_s)
         return False
-
-
-async def _unless(lifetime: ProcessLifetime, work: Awaitable[Result]) -> Result | None:
-    """Return the result of `work`, or None if the process drains first."""
-    task, draining = asyncio.ensure_future(work), asyncio.ensure_future(lifetime.draining.wait())
-    try:
-        await asyncio.wait((task, draining), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        draining.cancel()
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder that contains Baton's packages
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
+Result = TypeVar("Result")
 
 
 def in_container() -> bool:
@@ -90,6 +91,17 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s
             return False
         await asyncio.sleep(interval_s)
     return True
+
+
+async def result_before(work: Awaitable[Result], end: Awaitable[object]) -> Result | None:
+    """Return the result of `work`, or None if `end` completes first. Cancel the one that is still running."""
+    task, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
+    try:
+        await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        ending.cancel()
 
 
 class TaskGroup:

@@ -59,8 +59,7 @@ UNSUPPORTED |= dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xa
 UNSUPPORTED |= {"documents": ([],), "stream_interval": (1,), "truncation_side": ("left",)}
 UNSUPPORTED |= dict.fromkeys(("return_mm_kwargs", "spaces_between_special_tokens"), (True,))
 UNSUPPORTED |= dict.fromkeys(("echo", "return_prompt_text", "return_token_offsets", "watermarking"), (False,))
-UNSUPPORTED |= {"return_tokens_as_token_ids": (False,), "routed_experts_prompt_start": (0,)}
-UNSUPPORTED |= {"thinking_token_budget": (-1,)}
+UNSUPPORTED |= {"routed_experts_prompt_start": (0,), "thinking_token_budget": (-1,)}
 # Fields of the Responses API and of the Messages API
 UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
 UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
@@ -209,6 +208,7 @@ class GenerateBody(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     response_format: ResponseFormat | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None  # -1: a random seed, as in vLLM
     skip_special_tokens: bool = True
     speculative: bool = True

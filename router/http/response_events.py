@@ -10,7 +10,7 @@ from typing import Any
 
 from router.http.output import TextDelta
 from router.http.response_bodies import ResponsesBody
-from router.http.responses import chat_logprobs
+from router.http.responses import chat_logprobs, namer
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parser import AnswerPart, call_id
 from shared.rpc.messages import Logprobs
@@ -147,7 +147,9 @@ class ResponseEvents:
     def _take_logprobs(self) -> list[dict[str, Any]]:
         """Return the logprobs of the tokens since the last call. The text of some of them may have been held back."""
         pending, self._pending = self._pending, []
-        return chat_logprobs(self._tokenizer, pending, self._body.top_logprobs or 0) if self._body.has_logprobs else []
+        if not self._body.has_logprobs:
+            return []
+        return chat_logprobs(self._tokenizer, pending, self._body.top_logprobs or 0, namer(self._tokenizer, self._body))
 
     def _of_item(self, kind: str, **fields: Any) -> Event:
         assert self._item is not None

@@ -5,11 +5,11 @@ Events are built by escaping and concatenating strings, because encoding a JSON 
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from router.http.bodies import ChatBody, CompletionBody
+from router.http.bodies import ChatBody, CompletionBody, GenerateBody
 from router.http.output import OutputProcessor, PromptOutput, RequestOutput, TextDelta
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
@@ -57,6 +57,7 @@ class ResponseFormatter:
         self._output = output
         self._tokenizer = tokenizer
         self._body = body
+        self._name = namer(tokenizer, body)
         self._is_chat = isinstance(body, ChatBody)
         self._echo: list[str] | None = None  # the text of each prompt, if the client wants it echoed
         if isinstance(body, CompletionBody) and body.echo:
@@ -74,7 +75,7 @@ class ResponseFormatter:
             return None
         prompt, skip = choice.prompt.request.prompt, self._body.skip_special_tokens
         detokenizer = self._tokenizer.detokenizer(prompt, skip_special_tokens=skip)
-        return CompletionLogprobs(self._tokenizer, self._body.num_logprobs, detokenizer, len(self._echoed(choice)))
+        return CompletionLogprobs(self._name, self._body.num_logprobs, detokenizer, len(self._echoed(choice)))
 
     # Streams
 
@@ -243,7 +244,7 @@ class ResponseFormatter:
     def _logprobs(self, choice: OutputProcessor, entries: list[Logprobs], *, is_first: bool) -> dict[str, Any]:
         table = self._tables[choice.index]
         if table is None:
-            content = chat_logprobs(self._tokenizer, entries, self._body.num_logprobs or 0)
+            content = chat_logprobs(self._tokenizer, entries, self._body.num_logprobs or 0, self._name)
             return {"content": content, "refusal": None}
         if is_first and self._echo is not None:
             prompt = choice.prompt
@@ -274,9 +275,10 @@ def text_offsets(detokenizer: Detokenizer, tokens: Iterable[int], start: int = 0
 class CompletionLogprobs:
     """Formats logprobs for completions. Each sample has its own instance, which counts characters for the offsets."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, detokenizer: Detokenizer, start: int) -> None:
-        """`start` is the offset of the first generated token, and `detokenizer` is a new detokenizer of the answer."""
-        self._tokenizer = tokenizer
+    def __init__(self, name: Callable[[int], str], num_top: int, detokenizer: Detokenizer, start: int) -> None:
+        """`name` returns the name of a token. `start` is the offset of the first generated token, and `detokenizer` is
+        a new detokenizer of the answer."""
+        self._name = name
         self._num_top = num_top
         self._detokenizer = detokenizer
         self._offset = start
@@ -294,25 +296,32 @@ class CompletionLogprobs:
         return {
             "text_offset": [*echoed, *offsets],
             "token_logprobs": [logprob for _, logprob, _ in rows],
-            "tokens": [self._tokenizer.token_text(token) for token, _, _ in rows],
+            "tokens": [self._name(token) for token, _, _ in rows],
             "top_logprobs": [top for _, _, top in rows],
         }
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
         """Return the logprobs of the most likely tokens and of the sampled token."""
-        top = {self._tokenizer.token_text(entry.token): _finite(entry.logprob)}
+        top = {self._name(entry.token): _finite(entry.logprob)}
         for token, logprob in _alternatives(entry, self._num_top):
-            top.setdefault(self._tokenizer.token_text(token), _finite(logprob))
+            top.setdefault(self._name(token), _finite(logprob))
         return top
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int) -> list[dict[str, Any]]:
-    """Return the logprobs of each token in the format of chat completions and the Responses API. From `bytes`, clients
-    can assemble characters that span several tokens."""
+def namer(tokenizer: Tokenizer, body: GenerateBody) -> Callable[[int], str]:
+    """Return a function that returns the name of a token in logprobs."""
+    return "token_id:{}".format if body.return_tokens_as_token_ids else tokenizer.token_text
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[Logprobs], num_top: int, name: Callable[[int], str]
+) -> list[dict[str, Any]]:
+    """Return the logprobs of each token in the format of chat completions and the Responses API. `name` returns the
+    name of a token. From `bytes`, clients can assemble characters that span several tokens."""
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         data = list(tokenizer.vocabulary.bytes_of(token))
-        return {"token": tokenizer.token_text(token), "logprob": _finite(logprob), "bytes": data}
+        return {"token": name(token), "logprob": _finite(logprob), "bytes": data}
 
     return [
         shown(entry.token, entry.logprob) | {"top_logprobs": [shown(*each) for each in _alternatives(entry, num_top)]}

@@ -229,6 +229,32 @@ async def test_logprobs_of_chat_carry_bytes(client, byte_level):
     assert streamed == content
 
 
+async def test_logprobs_name_tokens_by_their_ids_on_request(client, byte_level):
+    as_ids = {"return_tokens_as_token_ids": True}
+    body = {"prompt": "a b", "max_tokens": 9, "logprobs": 2, "echo": True, "return_token_ids": True}
+    (plain,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+    (choice,) = (await client.post("/v1/completions", json=body | as_ids)).json()["choices"]
+    ids = choice["prompt_token_ids"] + choice["token_ids"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
+    assert choice["logprobs"]["top_logprobs"][1] == {f"token_id:{ids[1] + i}": -0.5 - i for i in range(2)}
+    assert choice["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2, "stream": True}
+    plain, named = (
+        [
+            entry
+            for event in events_of(each)
+            for entry in (event["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
+        for each in [await client.post("/v1/chat/completions", json=body | more) for more in ({}, as_ids)]
+    )
+    ids = [*byte_level.encode(TEXT), EOS]
+    assert [entry["token"] for entry in named] == [f"token_id:{token}" for token in ids]
+    assert [[one["token"] for one in entry["top_logprobs"]] for entry in named] == [
+        [f"token_id:{token}", f"token_id:{token + 1}"] for token in ids
+    ]
+    assert [entry["bytes"] for entry in named] == [entry["bytes"] for entry in plain]
+
+
 async def test_prompt_logprobs_are_vllms(client, byte_level):
     body = {"prompt": "a b", "prompt_logprobs": 1}
     (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]

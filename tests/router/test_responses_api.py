@@ -89,6 +89,10 @@ async def test_logprobs_come_with_the_text(client, hermes):
     assert len(logprobs) == response.usage.output_tokens
     assert bytes(byte for entry in logprobs for byte in entry.bytes).decode().startswith("abc\n\n😀 abc  c")
     assert [len(entry.top_logprobs) for entry in logprobs] == [2] * len(logprobs)
+    options = {"include": include, "extra_body": {"return_tokens_as_token_ids": True}}
+    named = (await openai_client.responses.create(model="tiny", input="x", **options)).output[0].content[0].logprobs
+    ids = [int(entry.token.removeprefix("token_id:")) for entry in named]
+    assert [hermes.token_text(token) for token in ids] == [entry.token for entry in logprobs]
 
 
 async def test_a_cut_answer_is_incomplete(client, hermes):

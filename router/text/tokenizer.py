@@ -40,7 +40,13 @@ class Tokenizer:
         self._as_text.encode_special_tokens = True
         self._template = template
         self.vocabulary = TokenVocabulary(tokenizer)
-        self.special_ids = {self.token_name(token): token for token in self.vocabulary.special}
+        # The tokens that a grammar must name by their ids. They are never part of a text: llguidance treats all added
+        # tokens like <think> as special, and some models have such tokens that are not special.
+        self.special_ids = {
+            each.content: token
+            for token, each in tokenizer.get_added_tokens_decoder().items()
+            if each.special or (each.content.startswith("<") and each.content.endswith(">"))
+        }
         self._front, self._back = _missing_affixes(tokenizer, config)
         markers = list(self.syntax.markers())
         self._markers = frozenset(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 
 from router.text.answer_grammar import after_reasoning, lark_of
 from router.text.tokenizer import Tokenizer
@@ -31,19 +32,22 @@ ROWS: list[tuple[str, list[str], str, list[str], list[str]]] = [
 ]
 
 
-def tokenizer_with(directory: Path, special: list[str], reasoning: str) -> tuple[Tokenizer, GrammarTokenizer]:
+def tokenizer_with(
+    directory: Path, added: list[str], reasoning: str, *, is_special: bool = True
+) -> tuple[Tokenizer, GrammarTokenizer]:
     library = byte_level_tokenizer()
-    library.add_special_tokens(special)
+    library.add_tokens([AddedToken(name, special=is_special) for name in added])
     library.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(CHATML)
     return Tokenizer.load(directory, reasoning_parser=reasoning), GrammarTokenizer(directory, 400)
 
 
-@pytest.mark.parametrize(("reasoning", "special", "before", "good", "bad"), ROWS)
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize(("reasoning", "added", "before", "good", "bad"), ROWS)
 def test_the_grammar_applies_after_the_reasoning(
-    tmp_path: Path, reasoning: str, special: list[str], before: str, good: list[str], bad: list[str]
+    tmp_path: Path, reasoning: str, added: list[str], before: str, good: list[str], bad: list[str], is_special: bool
 ) -> None:
-    tokenizer, matching = tokenizer_with(tmp_path, special, reasoning)
+    tokenizer, matching = tokenizer_with(tmp_path, added, reasoning, is_special=is_special)
     grammar = after_reasoning(YES, tokenizer, tokenizer.encode("x" + before))
     assert (grammar == YES) == (reasoning == "none" or before.endswith("</think>\n\n"))
     for text in (*good, *bad):

@@ -24,6 +24,7 @@ from engine.sampling import (
     describe,
     distinct_prompt_ids,
     is_penalized,
+    may_end_reasoning,
     sample,
 )
 from engine.token_masks import MaskFiller
@@ -106,12 +107,18 @@ def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    The next step must wait in two cases. First, the next draw of a request with penalties, bad words or a grammar
-    depends on this step's token. Second, if this step verifies guesses, the number of its tokens is not known.
+    The next step must wait in two cases. First, the next draw of a request with penalties, bad words or a grammar, or
+    where the budget for its reasoning ends, depends on this step's token. Second, if this step verifies guesses, the
+    number of its tokens is not known.
     """
-    sampled = (slice_.request for slice_ in step.slices if slice_.samples)
-    dependent = any(request.matcher is not None or depends_on_tokens(request.sampling) for request in sampled)
-    return not (dependent or step.work.draft_tokens)
+    return not (step.work.draft_tokens or any(slice_.samples and _decides_next(slice_) for slice_ in step.slices))
+
+
+def _decides_next(slice_: Slice) -> bool:
+    """Return whether the draw after the slice's own draw depends on the slice's token."""
+    request, sampling = slice_.request, slice_.request.sampling
+    ends = may_end_reasoning(sampling, request.num_prompt, slice_.end + 1)
+    return request.matcher is not None or depends_on_tokens(sampling) or ends
 
 
 class TorchRunner(Runner):

@@ -27,6 +27,8 @@ FloatArray = NDArray[np.float64]
 CANDIDATES = 256  # number of highest scores that are tried first; if top_p or top_k needs more, the whole row is sorted
 NUMERICAL = "numerical"  # a logit of the row is not finite
 NO_TOKEN = "no_token"  # every token is banned, or the row's grammar has failed
+START_TOKENS = 4  # reasoning starts within this many tokens of an answer, because whitespace may precede it
+FORCED_TOKENS = 16  # a grammar may delay the end of the reasoning, because it allows no incomplete characters
 
 
 @dataclass(slots=True)
@@ -56,10 +58,36 @@ class SamplingRow:
         too_early = self.position - self.num_prompt < self.min_tokens
         return too_early and bool(self.stop_tokens) and self.matcher is None
 
+    @property
+    def forced_token(self) -> int | None:
+        """The token that ends the reasoning if the budget for the reasoning is used up, otherwise None. It depends only
+        on the tokens so far."""
+        thinking, begin = self.sampling.thinking, self.num_prompt
+        if thinking is None or not may_end_reasoning(self.sampling, self.num_prompt, self.position):
+            return None
+        head = self.tokens[begin : min(self.position, begin + START_TOKENS)]
+        if 0 <= thinking.begin < begin or thinking.start not in head:
+            begin = thinking.begin
+        else:
+            begin += head.index(thinking.start) + 1
+        due = max(self.num_prompt, begin + thinking.num_tokens)
+        ends = unpack_ids(thinking.ends)
+        is_due = begin >= 0 and due <= self.position < due + FORCED_TOKENS
+        return ends[0] if is_due and set(ends).isdisjoint(self.tokens[begin : self.position]) else None
+
 
 def depends_on_tokens(sampling: SamplingParams) -> bool:
     """Return whether the sampling parameters make a draw depend on the tokens before it."""
     return is_penalized(sampling) or bool(sampling.bad_words)
+
+
+def may_end_reasoning(sampling: SamplingParams, num_prompt: int, position: int) -> bool:
+    """Return whether the token at `position` may be forced to end the reasoning. If so, it depends on the tokens before
+    it whether the token is forced."""
+    if (thinking := sampling.thinking) is None:
+        return False
+    first = max(num_prompt, (num_prompt if thinking.begin < 0 else thinking.begin) + thinking.num_tokens)
+    return first <= position < first + START_TOKENS + FORCED_TOKENS
 
 
 def is_penalized(sampling: SamplingParams) -> bool:
@@ -169,7 +197,8 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
     ]
     penalized = [(index, row) for index, row in enumerate(rows) if is_penalized(row.sampling)]
     limited = [(index, row.sampling.allowed_tokens) for index, row in enumerate(rows) if row.sampling.allowed_tokens]
-    if not shifts and not penalized and not limited and masks is None:
+    forced = [(index, token) for index, row in enumerate(rows) if (token := row.forced_token) is not None]
+    if not shifts and not penalized and not limited and not forced and masks is None:
         return logits
     adjusted = logits.clone()
     if shifts:
@@ -182,6 +211,10 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
         kept = adjusted[index, ids]
         adjusted[index] = -math.inf
         adjusted[index, ids] = kept
+    for index, token in forced:
+        if rows[index].matcher is None:  # otherwise, the grammar's mask forces the token
+            adjusted[index] = -math.inf
+        adjusted[index, token] = 0.0
     if masks is not None:
         masks.apply_(adjusted)
     return adjusted

@@ -67,6 +67,9 @@ class MaskedRow(Protocol):
     min_tokens: int
     matcher: TokenMatcher | None
 
+    @property
+    def forced_token(self) -> int | None: ...
+
 
 @dataclass(slots=True)
 class TokenMasks:
@@ -141,6 +144,7 @@ class MaskFiller:
                 words[index] = 0
             else:
                 _allow_end(words[index], row, matcher)
+                _force(words[index], row.forced_token)
 
 
 def _allow_end(mask: IntArray, row: MaskedRow, matcher: TokenMatcher) -> None:
@@ -156,3 +160,11 @@ def _allow_end(mask: IntArray, row: MaskedRow, matcher: TokenMatcher) -> None:
     if is_due and matcher.matcher.is_accepting():
         for token in stops:
             bits[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
+
+
+def _force(mask: IntArray, token: int | None) -> None:
+    """Allow only `token`, unless the mask forbids it."""
+    bits = mask.view(np.uint32)
+    if token is not None and token < len(bits) * WORD_BITS and bits[token // WORD_BITS] >> token % WORD_BITS & 1:
+        bits[:] = 0
+        bits[token // WORD_BITS] = 1 << token % WORD_BITS

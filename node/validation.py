@@ -99,6 +99,13 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         ids = unpack_ids(word)
         _check("length of sampling.bad_words", len(ids), 1, 4 * MAX_BAD_WORD_CHARACTERS)
         _check("token of sampling.bad_words", max(ids), 0, vocab_size - 1)
+    if (thinking := sampling.thinking) is not None:
+        ends = unpack_ids(thinking.ends)
+        _check("sampling.thinking.num_tokens", thinking.num_tokens, 0, INT32_MAX)
+        _check("sampling.thinking.begin", thinking.begin, -1, INT32_MAX)
+        _check("sampling.thinking.start", thinking.start, 0, vocab_size - 1)
+        _check("number of sampling.thinking.ends", len(ends), 1, MAX_STOP_TOKENS)
+        _check("token of sampling.thinking.ends", max(ends), 0, vocab_size - 1)
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:

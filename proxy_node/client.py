@@ -117,6 +117,7 @@ class EngineClient:
             "images": submit.media,
             "prompt_logprobs": sampling.prompt_logprobs is not None,
             "bad_words": sampling.bad_words,
+            "thinking_token_budget": sampling.thinking,
             "embeddings": sampling.pooling,
         }
         for name, is_given in unsupported.items():

@@ -59,7 +59,7 @@ UNSUPPORTED |= dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xa
 UNSUPPORTED |= {"documents": ([],), "stream_interval": (1,), "truncation_side": ("left",)}
 UNSUPPORTED |= dict.fromkeys(("return_mm_kwargs", "spaces_between_special_tokens"), (True,))
 UNSUPPORTED |= dict.fromkeys(("echo", "return_prompt_text", "return_token_offsets", "watermarking"), (False,))
-UNSUPPORTED |= {"routed_experts_prompt_start": (0,), "thinking_token_budget": (-1,)}
+UNSUPPORTED |= {"routed_experts_prompt_start": (0,)}
 # Fields of the Responses API and of the Messages API
 UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
 UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
@@ -218,6 +218,7 @@ class GenerateBody(Body):
     stream_options: StreamOptions = StreamOptions()
     structured_outputs: StructuredOutputs | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # -1: no limit
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     truncate_prompt_tokens: Truncation | None = None

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from router.dispatch.requests import GenerationRequest, ModelCard
@@ -11,13 +12,13 @@ from router.http.asgi import ANONYMOUS, Identity
 from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 from router.http.messages import image_urls, plain_messages
 from router.http.tools import call_grammar, check_tools, enforces_calls
-from router.text.answer_grammar import after_reasoning
+from router.text.answer_grammar import after_reasoning, prompt_end
 from router.text.grammar_check import GrammarChecker
 from router.text.images import ImageReader, placed
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.limits import GREEDY_BELOW
-from shared.rpc.messages import Media, SamplingParams, pack_ids
+from shared.rpc.messages import Media, SamplingParams, ThinkingBudget, pack_ids
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions, as in OpenAI and vLLM
 AT_ONCE = 8192  # a text of this many characters takes about 1 ms to encode; a longer text is encoded on a thread
@@ -78,7 +79,7 @@ async def build_requests(
             max_tokens=_max_tokens(body, len(prompt), model),
             min_tokens=body.min_tokens,
             stop_tokens=stop_tokens,
-            sampling=sampling,
+            sampling=replace(sampling, thinking=_thinking(body, prompt, model, tokenizer)),
             n=body.n,
             salt=salt,
             speculative=body.speculative,
@@ -195,6 +196,31 @@ def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[
         default = 1 if isinstance(body, ChatBody) else COMPLETION_TOKENS
         limit = max(1, model.max_model_len - max(body.token_limit or default, body.min_tokens))
     return prompt if limit is None else prompt[-limit:]
+
+
+def _thinking(
+    body: CompletionBody | ChatBody, prompt: list[int], model: ModelCard, tokenizer: Tokenizer
+) -> ThinkingBudget | None:
+    """Return the limit on the reasoning of the answers to a prompt, or None for no limit. As in vLLM, reasoning in the
+    prompt counts if the answer continues it. Raises RequestError if a marker of the reasoning is not a token."""
+    if body.thinking_token_budget in {None, -1}:
+        return None
+    reasoning, tools = tokenizer.syntax.reasoning, tokenizer.syntax.tools
+    markers = [] if reasoning is None else [reasoning.start, reasoning.end]
+    markers += tools.opens if tools is not None and tools.ends_reasoning else ()
+    found = [tokenizer.token_id(name) for name in markers]
+    ids = [token for token in found if token is not None and token < model.vocab_size]
+    if reasoning is None or len(ids) < len(markers):
+        text = "`thinking_token_budget` requires a model whose reasoning begins and ends with a token."
+        raise RequestError(text, "thinking_token_budget", "unsupported_parameter")
+    if prompt_end(tokenizer, prompt).endswith(reasoning.end):
+        return None
+    backward = prompt[::-1]
+    distances = {backward.index(token): token for token in ids if token in backward}
+    latest = min(distances, default=-1)
+    begin = len(prompt) if reasoning.is_implicit and isinstance(body, ChatBody) else -1
+    begin = len(prompt) - latest if distances.get(latest) == ids[0] else begin
+    return ThinkingBudget(body.thinking_token_budget or 0, ids[0], pack_ids(ids[1:]), begin)
 
 
 def _spellings(words: list[str], model: ModelCard, tokenizer: Tokenizer) -> list[bytes]:

@@ -182,6 +182,10 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
+    def token_id(self, name: str) -> int | None:
+        """Return the token with this spelling in the vocabulary, or None if there is none."""
+        return self._tokenizer.token_to_id(name)
+
     def token_name(self, token: int) -> str:
         """Return the spelling of a token in the vocabulary."""
         return self._tokenizer.id_to_token(token) or ""

@@ -27,6 +27,21 @@ def unpack_ids(data: bytes) -> list[int]:
 
 
 @dataclass(slots=True)
+class ThinkingBudget:
+    """A limit on the reasoning at the beginning of an answer. After `num_tokens` tokens of reasoning, the first token
+    in `ends` is forced, unless one of the tokens in `ends` has ended the reasoning before.
+
+    `begin` is the number of tokens of the prompt and the answer before the reasoning. If `begin` is -1, the answer has
+    reasoning only if one of its first tokens is `start`.
+    """
+
+    num_tokens: int
+    start: int
+    ends: bytes
+    begin: int = -1
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How tokens are sampled. Names and meanings are as in vLLM. Temperature 0 selects greedy sampling."""
 
@@ -47,6 +62,7 @@ class SamplingParams:
     # If not "", return no token, but a vector: the hidden state of the last token ("last"), the mean hidden state of
     # all tokens ("mean"), or the logits of `allowed_tokens` after the prompt ("logits"). `max_tokens` must be 1.
     pooling: str = ""
+    thinking: ThinkingBudget | None = None
 
 
 @dataclass(slots=True)

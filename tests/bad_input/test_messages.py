@@ -23,6 +23,7 @@ from shared.rpc.messages import (
     RouterCommand,
     SamplingParams,
     SubmitRequest,
+    ThinkingBudget,
     TokenDelta,
     pack_ids,
 )
@@ -160,6 +161,16 @@ WRONG_SUBMITS: list[tuple[SubmitRequest, str]] = [
     (replace(SUBMIT, sampling=SamplingParams(bad_words=[b""])), "length of sampling.bad_words is 0"),
     (replace(SUBMIT, sampling=SamplingParams(bad_words=[b"\0\0\0"])), "bytes"),
     (replace(SUBMIT, sampling=SamplingParams(bad_words=[pack_ids([1])] * 257)), "number of sampling.bad_words is 257"),
+    *(
+        (replace(SUBMIT, sampling=SamplingParams(thinking=replace(ThinkingBudget(1, 1, pack_ids([2])), **fields))), says)
+        for fields, says in (
+            ({"num_tokens": -1}, "sampling.thinking.num_tokens is -1"),
+            ({"begin": -2}, "sampling.thinking.begin is -2"),
+            ({"start": 10}, "sampling.thinking.start is 10"),
+            ({"ends": b""}, "number of sampling.thinking.ends is 0"),
+            ({"ends": pack_ids([3, 10])}, "token of sampling.thinking.ends is 10"),
+        )
+    ),
     (replace(SUBMIT, grammar="x" * (MIB + 1)), "length of grammar is 1048577"),
     (replace(SUBMIT, sampling=SamplingParams(logit_bias={1: math.nan})), "value of sampling.logit_bias is nan"),
     (replace(SUBMIT, sampling=SamplingParams(logit_bias=dict.fromkeys(range(301), 0.0))), "number of sampling.logit_bias"),

@@ -2,6 +2,7 @@
 a failing step fails only the request that caused it."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine.hash_model import HashRunner
 from engine.models.decoder import Decoder
 from engine.runner import leads, set_ahead
 from scheduler.request import Request, RequestState, Slice, Step
+from shared.rpc.messages import ThinkingBudget, pack_ids
 from tests.engine.build import CPU, GREEDY, Blocks, model_fixture, thinned, torch_runner  # noqa: F401
 from tests.engine.drive import SAMPLINGS, Drive, answers, driven, expected_of, runner_of, scheduler_of, workload
 
@@ -59,6 +61,18 @@ def test_a_step_with_penalties_ends_before_the_next_is_launched(model: Decoder) 
     request = rows[0]
     assert leads(Step(0, [Slice(request, 0, 2, False, 0)], []))
     assert not leads(Step(0, [Slice(request, 0, 3, True, 0)], []))
+
+
+def test_only_steps_near_the_end_of_a_budget_for_reasoning_wait(model: Decoder) -> None:
+    plain = Request("plain", [1, 2, 3], 3, 60, sampling=GREEDY)
+    driven(model, [plain], 1, 200, ahead=True, aborts=False)
+    start, end = [token for token in range(9) if token not in plain.tokens][:2]
+    limited = Request("limited", [1, 2, 3], 3, 60)
+    limited.sampling = replace(GREEDY, thinking=ThinkingBudget(20, start, pack_ids([end]), 3))
+    drive = driven(model, [limited], 1, 200, ahead=True, aborts=False)
+    assert limited.tokens[:24] == [*plain.tokens[:23], end]
+    assert end not in limited.tokens[24:28]
+    assert 30 < drive.runner.num_overlapped < 45
 
 
 @pytest.mark.parametrize("ahead", [False, True])

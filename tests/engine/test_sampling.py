@@ -25,7 +25,7 @@ from engine.sampling import (
 )
 from engine.token_masks import TokenMasks
 from scheduler.request import Request, Slice
-from shared.rpc.messages import SamplingParams, pack_ids
+from shared.rpc.messages import SamplingParams, ThinkingBudget, pack_ids
 from tests.gpu_less.draws import FILTERS as COMMON
 
 torch.set_num_threads(1)
@@ -220,6 +220,44 @@ def test_only_allowed_tokens_are_drawn() -> None:
     one = replace(samplings[1], allowed_tokens=pack_ids([2, 7, 19]))
     plain = draw(logits, masked, [row(samplings[1], position) for position in range(400)])
     assert drawn(logits, [row(one, position) for position in range(400)]) == plain
+
+
+START, CLOSE, CALL = 5, 6, 7  # CLOSE and CALL end the reasoning
+
+
+@pytest.mark.parametrize(
+    ("begin", "num_tokens", "generated", "is_forced"),
+    [
+        (-1, 2, [START, 0], False),
+        (-1, 2, [START, 0, 0], True),
+        (-1, 2, [0, START, 0, 0], True),
+        (-1, 2, [0, 0, 0, 0, START, 0, 0], False),  # reasoning only starts at the beginning of an answer
+        (-1, 2, [START, CLOSE, 0], False),
+        (-1, 2, [START, 0, CALL], False),
+        (-1, 2, [START, *[0] * 17], True),  # the grammar forbade the end until now
+        (-1, 2, [START, *[0] * 18], False),
+        (-1, 0, [], False),
+        (-1, 0, [START], True),
+        (2, 3, [], False),
+        (2, 3, [0], True),
+        (2, 1, [], True),  # the reasoning in the prompt exceeds the budget
+        (4, 1, [0], True),
+        (4, 1, [0, CLOSE], False),
+        (4, 1, [START], False),
+        (4, 1, [START, 0], True),
+    ],
+)
+def test_reasoning_ends_when_its_budget_is_used_up(
+    begin: int, num_tokens: int, generated: list[int], is_forced: bool
+) -> None:
+    thinking = ThinkingBudget(num_tokens, START, pack_ids([CLOSE, CALL]), begin)
+    tokens = [0, 0, 0, 0, *generated]
+    for sampling in (GREEDY, DRAW, replace(DRAW, allowed_tokens=pack_ids([0]), bad_words=[pack_ids([CLOSE])])):
+        # The token at the position is not read.
+        one = SamplingRow(replace(sampling, thinking=thinking), [*tokens, CLOSE], 4, len(tokens))
+        assert one.forced_token == (CLOSE if is_forced else None)
+        logits = torch.tensor([[9.0, 0, 0, 0, 0, 0, -9, 0]] * 2)
+        assert drawn(logits, [one, row(replace(GREEDY, seed=1))]) == [CLOSE if is_forced else 0, 0]
 
 
 def test_the_last_token_of_a_bad_word_is_banned_after_its_others() -> None:

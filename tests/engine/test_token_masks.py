@@ -1,6 +1,7 @@
 """Test the masks of grammars: they depend only on the tokens, and an answer ends only where its text is complete."""
 
 import json
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -15,7 +16,7 @@ from engine.sampling import NO_TOKEN, SamplingRow, sample
 from engine.token_masks import MaskFiller, TokenMasks, TokenMatcher
 from scheduler.request import Request, Slice, Step
 from shared.grammar import choice_grammar, json_grammar, lark_grammar
-from shared.rpc.messages import SamplingParams
+from shared.rpc.messages import SamplingParams, ThinkingBudget, pack_ids
 from tests.engine.build import GREEDY, VOCABULARY, generate, model_fixture, torch_runner  # noqa: F401
 from tests.engine.drive import answers, driven
 from tests.engine.grammars import END_ID, ENDLESS, GRAMMARS, SCHEMA, matcher_of, tokenizer_of
@@ -88,6 +89,20 @@ def test_a_complete_text_may_end_before_the_minimum_of_tokens() -> None:
     assert allowed([row]) == [{END_ID}]
     request = Request("r", [1, *ids_of("a"), END_ID], 1, 9, 5, frozenset([END_ID]), matcher=row.matcher)
     assert request.finish_reason() == "stop"
+
+
+def test_a_grammar_forces_the_end_of_the_reasoning_as_soon_as_it_allows_it() -> None:
+    [end] = ids_of("!")
+    sampling = replace(GREEDY, thinking=ThinkingBudget(2, ids_of("?")[0], pack_ids([end]), 2))
+    matcher = matcher_of(lark_grammar('start: /([a-y][a-y][a-y])*/ "!" "yes"'))
+    for text, is_forced in (("a", False), ("ab", False), ("abc", True), ("abc!", False)):
+        one = replace(row_of(matcher, ids_of(text)), sampling=sampling)
+        [tokens] = allowed([one])
+        assert (tokens == {end}) == is_forced
+        assert tokens
+        one.tokens = [*one.tokens, 0]
+        [drawn] = sample(torch.zeros(1, VOCABULARY), [one], MaskFiller().start([one])())
+        assert drawn.token in tokens
 
 
 def test_rows_without_a_grammar_have_no_mask() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from proxy_node.vllm import VllmEngine
 from proxy_node.wire import EngineFailure, EventReader, completion_body, read_metrics
-from shared.rpc.messages import Logprobs, Media, SamplingParams, SubmitRequest, pack_ids
+from shared.rpc.messages import Logprobs, Media, SamplingParams, SubmitRequest, ThinkingBudget, pack_ids
 
 RECORDED = [  # from vLLM 0.32, with `logprobs` 2 and `return_tokens_as_token_ids`
     b'data: {"id":"cmpl-8650eaf2fcf13e47","object":"text_completion","created":1795668445,"model":"m","choices":[{"index":0,"text":".","logprobs":{"text_offset":[0],"token_logprobs":[-1.57],"tokens":["token_id:15"],"top_logprobs":[{"token_id:15":-1.57,"token_id:13":-2.2}]},"finish_reason":null,"stop_reason":null,"prompt_token_ids":[5,6,7],"token_ids":[15]}]}\n\n',
@@ -44,6 +44,7 @@ def test_a_retried_request_asks_for_the_rest_of_its_tokens() -> None:
         ({"media": [Media(0, 1, 1, b"d" * 16, 1, 1)]}, "images"),
         ({"sampling": SamplingParams(prompt_logprobs=0)}, "prompt_logprobs"),
         ({"sampling": SamplingParams(bad_words=[pack_ids([4])])}, "bad_words"),
+        ({"sampling": SamplingParams(thinking=ThinkingBudget(1, 1, b""))}, "thinking_token_budget"),
         ({"sampling": SamplingParams(pooling="last")}, "embeddings"),
         ({"sampling": SamplingParams(allowed_tokens=pack_ids(range(1025)))}, "allowed_token_ids: has 1025 ids.* 1024"),
         ({"stop_tokens": pack_ids(range(10, 136)), "min_tokens": 1}, "stop_token_ids: has 128 ids.* at most 127"),

@@ -1,5 +1,6 @@
 import contextlib
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,8 +9,12 @@ from hypothesis import strategies as st
 from router.dispatch.requests import ModelCard
 from router.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body, parse_json
 from router.http.parsing import COMPLETION_TOKENS, build_requests
+from router.text.chat_template import ChatTemplate
+from router.text.tokenizer import Tokenizer
+from router.text.tool_syntax import find_syntax
 from shared.errors import RequestError
-from shared.rpc.messages import unpack_ids
+from shared.rpc.messages import ThinkingBudget, pack_ids, unpack_ids
+from tests.router.conftest import CHATML, byte_level_tokenizer
 
 MODEL = ModelCard("m", max_model_len=100, vocab_size=330, eos_ids=frozenset({2}))
 
@@ -87,6 +92,7 @@ BAD_VALUES = {
     "bad_words": ("x", [""], [1], ["x"] * 129, ["x" * 257]),
     "allowed_token_ids": ([], [-1], ["1"], 5),
     "truncate_prompt_tokens": (0, -2, 2**31, "1", 1.5),
+    "thinking_token_budget": (-2, 2**31, "1", 1.5, True),
     "logits_processors": (["x"],),
     "length_penalty": (0.5,),
     "moderation": ({"model": "x"},),
@@ -426,3 +432,54 @@ async def test_without_a_seed_every_request_draws_its_own(byte_level):
     seeds = {(await requests_of(byte_level, seed=seed))[0].sampling.seed for seed in (None, None, -1, -1)}
     assert len(seeds) == 4
     assert [(await requests_of(byte_level, seed=seed))[0].sampling.seed for seed in (-2, 5)] == [2**64 - 2, 5]
+
+
+def thinking_tokenizer(*markers: str, **parsers: str) -> Tokenizer:
+    library = byte_level_tokenizer()
+    library.add_tokens(list(markers))
+    return Tokenizer(library, {}, ChatTemplate(CHATML, {}, []), find_syntax(None, **parsers))
+
+
+async def thinking_requests(tokenizer, kind=CompletionBody, **fields):
+    body = parse_body(kind, body_of(kind, **fields), ["m"])
+    return await build_requests(body, replace(MODEL, vocab_size=340), tokenizer, "id")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begin"),
+    [
+        ("ab", -1),
+        ("ab<think>", 3),
+        ("<think>ab", 1),
+        ("<think>a</think>b", -1),
+        ("<think>a</think>b<think>c", 5),
+        ("<think>\n\n</think>\n\n", None),  # the answer has no reasoning
+    ],
+)
+async def test_a_budget_for_reasoning_counts_from_its_begin(prompt, begin):
+    tokenizer = thinking_tokenizer("<think>", "</think>", reasoning_parser="qwen3")
+    start, end = tokenizer.encode("<think></think>")
+    first, second = await thinking_requests(tokenizer, prompt=["x", prompt], thinking_token_budget=9)
+    assert first.sampling.thinking == ThinkingBudget(9, start, pack_ids([end]), -1)
+    assert second.sampling.thinking == (None if begin is None else replace(first.sampling.thinking, begin=begin))
+
+
+@pytest.mark.parametrize("budget", [-1, 0, 7, None])
+@pytest.mark.parametrize(("parser", "ends"), [("deepseek_r1", 1), ("kimi_k2", 3)])
+async def test_a_budget_for_reasoning_may_begin_with_the_answer(parser, ends, budget):
+    markers = ["<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"]
+    tokenizer = thinking_tokenizer(*markers, reasoning_parser=parser, tool_parser="kimi_k2" if ends == 3 else "none")
+    start, *others = [tokenizer.token_id(name) for name in markers]
+    [request] = await thinking_requests(tokenizer, ChatBody, thinking_token_budget=budget)
+    begin = len(request.prompt) if parser == "deepseek_r1" else -1
+    expected = ThinkingBudget(budget or 0, start, pack_ids(others[:ends]), begin)
+    assert request.sampling.thinking == (None if budget in {None, -1} else expected)
+
+
+@pytest.mark.parametrize(
+    ("markers", "parser"), [(["<think>"], "qwen3"), (["<think>", "</think>"], "none"), (["<|end|>"], "openai_gptoss")]
+)
+async def test_a_budget_for_reasoning_requires_markers_that_are_tokens(markers, parser):
+    with pytest.raises(RequestError) as raised:
+        await thinking_requests(thinking_tokenizer(*markers, reasoning_parser=parser), thinking_token_budget=5)
+    assert (raised.value.param, raised.value.code) == ("thinking_token_budget", "unsupported_parameter")

@@ -37,6 +37,7 @@ MAX_PROMPTS, MAX_SAMPLES = 64, 8
 MAX_LISTED = 8  # maximum number of models that an error lists
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_TEMPLATE_ARGUMENTS = 32
+MAX_STREAM_INTERVAL = 1024
 # Fields of the OpenAI and Anthropic APIs that do not affect the tokens, or that are hints for features which Baton does
 # not have.
 IGNORED = frozenset(("cache_control", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options"))
@@ -56,7 +57,7 @@ UNSUPPORTED |= {"modalities": (["text"],), "use_beam_search": (False,)}
 UNSUPPORTED |= dict.fromkeys(("chat_template", "ec_transfer_params", "kv_transfer_params", "logprob_token_ids"), ())
 UNSUPPORTED |= dict.fromkeys(("prompt_embeds", "repetition_detection", "request_id"), ())
 UNSUPPORTED |= dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},))
-UNSUPPORTED |= {"documents": ([],), "stream_interval": (1,), "truncation_side": ("left",)}
+UNSUPPORTED |= {"documents": ([],), "truncation_side": ("left",)}
 UNSUPPORTED |= dict.fromkeys(("return_mm_kwargs", "spaces_between_special_tokens"), (True,))
 UNSUPPORTED |= dict.fromkeys(("echo", "return_prompt_text", "return_token_offsets", "watermarking"), (False,))
 UNSUPPORTED |= {"routed_experts_prompt_start": (0,)}
@@ -215,6 +216,8 @@ class GenerateBody(Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] = []
     stream: bool = False
+    # The least number of tokens in each event of a stream other than the first and the last one.
+    stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
     stream_options: StreamOptions = StreamOptions()
     structured_outputs: StructuredOutputs | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal, merge
@@ -39,6 +39,20 @@ class TextDelta:
         if self.parts is not None:
             return self.parts
         return [AnswerPart("content", self.text)] if self.text else []
+
+
+def merged(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Return a delta that adds the same text and tokens as successive deltas of one choice."""
+    last = deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        tokens=[token for delta in deltas for token in delta.tokens],
+        logprobs=[entry for delta in deltas for entry in delta.logprobs],
+        is_first=deltas[0].is_first,
+        parts=None if last.parts is None else joined([part for delta in deltas for part in delta.parts or ()]),
+        num_reasoning=sum(delta.num_reasoning for delta in deltas),
+    )
 
 
 @dataclass(slots=True)
@@ -172,6 +186,7 @@ class RequestOutput:
         self._metrics = metrics
         self._observer = observer
         self._arrived = arrived
+        self._interval = body.stream_interval if body.stream else 1
         self._open = {choice.index: choice for choice in self.choices}
 
     @property
@@ -241,8 +256,10 @@ class RequestOutput:
                 await each.aclose()
 
     async def _texts(self, choice: OutputProcessor, stream: TokenStream) -> AsyncGenerator[Output, None]:
-        """Yield the text of one choice. Close its token stream when a stop string ends the choice."""
+        """Yield the text of one choice. Close its token stream when a stop string ends the choice. Hold tokens back as
+        `stream_interval` requires."""
         prompt, is_complete = choice.prompt, False
+        held, num_held = list[TextDelta](), 0
         async for delta in stream:
             is_first_sample = choice.index % prompt.request.n == 0
             await prompt.take_logprobs(delta, is_first_sample=is_first_sample)
@@ -253,8 +270,12 @@ class RequestOutput:
             added = choice.process(delta)
             if added.tokens:
                 self._metrics.tokens(choice.timings, len(added.tokens), time.monotonic())
-            yield choice, added
+            held.append(added)
+            num_held += len(added.tokens)
             is_complete = added.finish is not None
+            if is_complete or added.is_first or num_held >= self._interval:
+                yield choice, merged(held) if len(held) > 1 else added
+                held, num_held = [], 0
             if is_complete and not delta.finish:
                 await stream.aclose()
                 return

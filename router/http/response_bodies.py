@@ -262,6 +262,7 @@ class ResponsesBody(GenerateBody):
     reasoning: ReasoningOptions = ReasoningOptions()
     return_token_ids: Literal[False] = False
     store: bool | None = None
+    stream_interval: Literal[1] = 1
     text: TextOptions = TextOptions()
     tool_choice: Literal["none", "auto", "required"] | ResponseChoice = "auto"
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)

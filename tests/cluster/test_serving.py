@@ -59,6 +59,12 @@ def test_the_openai_client_works_with_and_without_streaming(served: Cluster) -> 
     plain = client.completions.create(prompt="In the beginning", **options)
     pieces = client.completions.create(prompt="In the beginning", stream=True, **options)
     assert "".join(piece.choices[0].text for piece in pieces) == plain.choices[0].text
+    pieces = client.completions.create(
+        prompt="In the beginning", stream=True, extra_body={"stream_interval": 9, "return_token_ids": True}, **options
+    )
+    rows = [piece.choices[0].model_extra["token_ids"] for piece in pieces]
+    assert len(rows) == 2, "the first event is sent immediately, and the last one has the other tokens"
+    assert sum(map(len, rows)) == 9
     options["messages"] = [{"role": "user", "content": "Speak, speak."}]
     chat = client.chat.completions.create(**options)
     stream = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})

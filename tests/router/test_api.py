@@ -126,6 +126,33 @@ async def test_a_stop_string_ends_the_sample_everywhere(client, dispatcher, byte
     assert answer["choices"][0]["stop_reason"] == "there"
 
 
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+@pytest.mark.parametrize("tokens_per_piece", [1, 3])
+async def test_the_events_of_a_stream_have_as_many_tokens_as_requested(client, dispatcher, kind, tokens_per_piece):
+    dispatcher.tokens_per_piece = tokens_per_piece
+    prompt = {"prompt": "a"} if kind == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = prompt | {"n": 2, "max_tokens": 99, "logprobs": 1, "stream": True, "return_token_ids": True}
+    body |= {} if kind == "completions" else {"logprobs": True}
+    found = []
+    for interval in (1, 4, 1024):
+        events = events_of(await client.post(f"/v1/{kind}", json=body | {"stream_interval": interval}))
+        choices = [event["choices"][0] for event in events]
+        choices = [[one for one in choices if one["index"] == index] for index in (0, 1)]
+        texts = [
+            "".join(one.get("text") or one.get("delta", {}).get("content", "") for one in each) for each in choices
+        ]
+        tables = [[one["logprobs"] for one in each if one["logprobs"]] for each in choices]
+        key = "tokens" if kind == "completions" else "content"
+        found.append((texts, [[row for table in each for row in table[key]] for each in tables]))
+        for each, table in zip(choices, tables, strict=True):
+            sizes = [len(one["token_ids"]) for one in each if one.get("token_ids")]
+            assert sizes == [len(one[key]) for one in table]
+            assert sizes[0] == tokens_per_piece
+            assert all(interval <= size < interval + tokens_per_piece for size in sizes[1:-1])
+            assert len(sizes) == 2 or interval < 1024
+    assert found[1:] == found[:1] * 2
+
+
 async def test_a_stop_token_ends_the_choice_and_adds_no_text(client, byte_level):
     token = byte_level.encode(TEXT)[3]
     body = {"prompt": "a", "stop_token_ids": [token], "max_tokens": 99}

@@ -92,6 +92,7 @@ BAD_VALUES = {
     "bad_words": ("x", [""], [1], ["x"] * 129, ["x" * 257]),
     "allowed_token_ids": ([], [-1], ["1"], 5),
     "truncate_prompt_tokens": (0, -2, 2**31, "1", 1.5),
+    "stream_interval": (0, 1025, "1", 1.5),
     "thinking_token_budget": (-2, 2**31, "1", 1.5, True),
     "logits_processors": (["x"],),
     "length_penalty": (0.5,),

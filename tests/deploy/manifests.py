@@ -57,6 +57,7 @@ def problems(objects: list[Object]) -> list[str]:
         found.pool,
         found.policies,
         found.roles,
+        found.rollouts,
     )
     return [line for check in checks for line in check()]
 
@@ -294,3 +295,16 @@ class Manifests:
         for role in ("router", "decode", *(["prefill"] if mode == {"disaggregated"} else [])):
             if found.get(role, 0) < 1:
                 yield f"Deployment/baton-{role}: spec.replicas: mode {', '.join(mode)} needs at least one {role}"
+
+    def rollouts(self) -> Iterator[str]:
+        """A change of a setting replaces the pods of all Deployments at the same time. A node must always remain."""
+        remaining = 0
+        for item, role, container, _ in self.baton():
+            spec = item["spec"]
+            if role in ("prefill", "decode"):
+                remaining += spec.get("replicas", 1) - spec["strategy"]["rollingUpdate"]["maxUnavailable"]
+            probe, deadline_s = container.get("startupProbe", {}), spec.get("progressDeadlineSeconds", 600)
+            if probe and deadline_s <= (start_s := probe["periodSeconds"] * probe["failureThreshold"]):
+                yield f"{name_of(item)}: progressDeadlineSeconds {deadline_s}: a pod may take {start_s} s to start"
+        if remaining < 1:
+            yield "the nodes: rollingUpdate.maxUnavailable: a change of a setting ends all nodes at the same time"

@@ -98,6 +98,7 @@ FAULTS: list[tuple[Callable[[list[Object]], None], str]] = [
     (partial(change, "Service", "baton-routers", "spec/publishNotReadyAddresses", False), "baton-routers must be a headless Service"),
     (partial(change, "ConfigMap", "baton-node", "data/BATON_REGISTRY", "baton-routers:8000"), "routers do not listen for nodes at baton-routers:8000"),
     (partial(change, "Deployment", "baton-decode", "spec/replicas", 0), "needs at least one decode"),
+    (partial(change, "Deployment", "baton-decode", "spec/progressDeadlineSeconds", 1800), "progressDeadlineSeconds 1800: a pod may take 1800 s"),
     (partial(change, "Deployment", "baton-prefill", f"{POD}/enableServiceLinks", True), "Deployment/baton-prefill: enableServiceLinks"),
     (partial(change, "ConfigMap", "baton-node", "data/BATON_HEALTH_PORT", "7005"), "BATON_HEALTH_PORT 7005: the container declares no such port"),
     (partial(change, "Deployment", "baton-decode", f"{BOX}/livenessProbe/httpGet/port", "http"), "livenessProbe: the container has no port http"),
@@ -133,6 +134,15 @@ def test_a_planted_fault_is_found(plant: Callable[[list[Object]], None], message
     objects = build(FOLDER / "overlays" / "demo")
     plant(objects)
     assert any(message in line for line in problems(objects)), problems(objects)
+
+
+def test_a_rollout_that_ends_all_nodes_at_once_is_found() -> None:
+    objects = build(FOLDER / "overlays" / "h200-8b")
+    for role in ("prefill", "decode"):
+        change("Deployment", f"baton-{role}", "spec/replicas", 1, objects)
+    assert problems(objects) == [
+        "the nodes: rollingUpdate.maxUnavailable: a change of a setting ends all nodes at the same time"
+    ]
 
 
 def test_a_fault_of_an_autoscaler_is_found() -> None:

@@ -101,6 +101,11 @@ class Dispatcher:
 
     # ---- one request --------------------------------------------------------------------------------------------
 
+    def count_refused(self) -> None:
+        """Count a request that was refused before it was parsed."""
+        self._counts["total"] += 1
+        self._counts["refused"] += 1
+
     @asynccontextmanager
     async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:
         """Admit a request, and provide one `TokenStream` for each sample.

@@ -337,6 +337,7 @@ class JsonEndpoint:
         try:
             if slots.used > slots.limit:
                 services[0].metrics.refused()
+                services[0].dispatcher.count_refused()
                 raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
             reply.deadline = deadline_of(scope, reply.arrived, self.shared.request_timeout_s)
             raw = await read_body(scope, receive, max_body_bytes, self.body_timeout_s)

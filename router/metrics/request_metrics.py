@@ -276,6 +276,7 @@ class RequestMetrics(Collector):
         """Record that a request was refused before it was parsed."""
         self._recent.add("requests")
         self._recent.add("refused")
+        self._counts["ended", "error"] += 1  # as in `ended`
 
     def rejected_without_key(self) -> None:
         self._counts["without_key",] += 1

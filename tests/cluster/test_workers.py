@@ -148,6 +148,7 @@ def test_the_workers_divide_the_limit_of_requests() -> None:
             accepted = lines.count(b"HTTP/1.1 200")
             assert lines.count(b"HTTP/1.1 429") == 20 - accepted
             assert 1 <= accepted <= 5
+            assert running.metric_sums()["baton_requests_rejected_total"] == 20 - accepted
         finally:
             for connection in connections:
                 connection.close()

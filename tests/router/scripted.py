@@ -100,6 +100,10 @@ class ScriptedDispatcher:
         self.known_adapters: dict[str, str] = {}
         self.new_adapters: dict[str, str] = {}  # `learn_adapters` makes these known
         self.answers: list[ScriptedAnswers] = []
+        self.num_refused = 0
+
+    def count_refused(self) -> None:
+        self.num_refused += 1
 
     @asynccontextmanager
     async def admit(self, request: GenerationRequest) -> AsyncIterator[list[TokenStream]]:

@@ -512,6 +512,9 @@ async def test_requests_beyond_the_limit_are_rejected_with_a_retry_time(client, 
     response = await client.post("/v1/completions", json={"prompt": "x"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     assert error_of(response)["type"] == "rate_limit_error"
+    assert dispatcher.num_refused == 1
+    error = 'vllm:request_success_total{finished_reason="error",model_name="tiny"} 1.0'
+    assert error in (await client.get("/metrics")).text
     assert (await client.get("/health")).status_code == 200
     for task in waiting:
         task.cancel()

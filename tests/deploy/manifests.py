@@ -208,6 +208,8 @@ class Manifests:
                 yield f"{where}: {error}"
                 continue
             hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1]
+            if role in ("router", "picker") and not float(hook):
+                yield f"{where}: lifecycle.preStop: a Service still sends connections after SIGTERM"
             least = float(hook) + settings.drain_timeout_s + EXIT_S
             if (grace := pod.get("terminationGracePeriodSeconds", 30)) < least:
                 yield f"{where}: terminationGracePeriodSeconds {grace} must be at least {least:g}: the drain and {EXIT_S} s"

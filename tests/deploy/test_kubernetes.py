@@ -92,7 +92,7 @@ FAULTS: list[tuple[Callable[[list[Object]], None], str]] = [
     (partial(change, "PodDisruptionBudget", "baton-decode", "spec/selector/matchLabels", {"app": "x"}), "PodDisruptionBudget/baton-decode: spec.selector selects 0"),
     (partial(change, "PodDisruptionBudget", "baton-router", "spec/minAvailable", 2), "no pod of Deployment/baton-router can be evicted"),
     (partial(change, "Deployment", "baton-decode", f"{POD}/terminationGracePeriodSeconds", 39), "Deployment/baton-decode: terminationGracePeriodSeconds 39 must be at least 40"),
-    (partial(change, "Deployment", "baton-router", f"{POD}/terminationGracePeriodSeconds", 44), "Deployment/baton-router: terminationGracePeriodSeconds 44 must be at least 45"),
+    (partial(change, "Deployment", "baton-router", f"{POD}/terminationGracePeriodSeconds", 314), "Deployment/baton-router: terminationGracePeriodSeconds 314 must be at least 315"),
     (partial(change, "ConfigMap", "baton-node", "data/BATON_COLOUR", "red"), "BATON_COLOUR is not a setting"),
     (partial(change, "ConfigMap", "baton", "data/BATON_DRAIN_TIMEOUT_S", "soon"), "BATON_DRAIN_TIMEOUT_S 'soon'"),
     (partial(change, "Service", "baton-routers", "spec/publishNotReadyAddresses", False), "baton-routers must be a headless Service"),
@@ -118,7 +118,8 @@ POOL_FAULTS: list[tuple[Callable[[list[Object]], None], str]] = [
     (partial(change, "HTTPRoute", "baton", "spec/rules/0/backendRefs/0/name", "pool"), "there is no InferencePool pool"),
     (partial(change, "Deployment", "baton-picker", f"{BOX}/env/1/value", "baton:8000"), "BATON_ROUTERS: baton:8000 must be a headless Service"),
     (partial(change, "Deployment", "baton-picker", f"{BOX}/env/1/value", ""), "BATON_ROUTERS: : must be a headless Service"),
-    (partial(change, "Deployment", "baton-picker", f"{POD}/terminationGracePeriodSeconds", 39), "Deployment/baton-picker: terminationGracePeriodSeconds 39 must be at least 40"),
+    (partial(change, "Deployment", "baton-picker", f"{POD}/terminationGracePeriodSeconds", 44), "Deployment/baton-picker: terminationGracePeriodSeconds 44 must be at least 45"),
+    (partial(change, "Deployment", "baton-picker", f"{BOX}/lifecycle", {}), "Deployment/baton-picker: lifecycle.preStop"),
 ]  # fmt: skip
 
 

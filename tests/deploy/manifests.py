@@ -154,6 +154,9 @@ class Manifests:
                 yield f"{name_of(item)}: spec.scaleTargetRef: there is no Deployment/{name}"
             elif "replicas" in workloads[name]:
                 yield f"Deployment/{name}: spec.replicas: `kubectl apply` would undo what {name_of(item)} decides"
+            for trigger in spec.get("triggers", ()):
+                if trigger["metadata"].get("ignoreNullValues") != "false":
+                    yield f"{name_of(item)}: ignoreNullValues: without data, KEDA would remove pods"
             if min(spec.get("minReplicaCount", 1), spec.get("minReplicas", 1)) < 1:
                 yield f"{name_of(item)}: the least number of pods must be at least 1"
 

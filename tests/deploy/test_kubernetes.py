@@ -149,10 +149,12 @@ def test_a_rollout_that_ends_all_nodes_at_once_is_found() -> None:
 def test_a_fault_of_an_autoscaler_is_found() -> None:
     objects = build(FOLDER / "components" / "autoscaling")
     change("ScaledObject", "baton-decode", "spec/minReplicaCount", 0, objects)
+    change("ScaledObject", "baton-decode", "spec/triggers/0/metadata/ignoreNullValues", "true", objects)
     change("ScaledObject", "baton-prefill", "spec/scaleTargetRef/name", "prefill", objects)
     change("Deployment", "baton-router", "spec/replicas", 2, objects)
-    assert {line.partition(":")[0] for line in problems(objects)} == {
-        "ScaledObject/baton-decode",
-        "ScaledObject/baton-prefill",
-        "Deployment/baton-router",
-    }
+    assert [line.split(": ")[:2] for line in problems(objects)] == [
+        ["ScaledObject/baton-decode", "ignoreNullValues"],
+        ["ScaledObject/baton-decode", "the least number of pods must be at least 1"],
+        ["ScaledObject/baton-prefill", "spec.scaleTargetRef"],
+        ["Deployment/baton-router", "spec.replicas"],
+    ]

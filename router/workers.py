@@ -20,7 +20,7 @@ from shared.lifecycle import set_parent_death_signal
 log = logging.getLogger("baton.router")
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 INVALID = 2  # exit status of a process that cannot start with its settings; such a process is not restarted
-RESTART_S = 1.0  # minimum time between two starts of a process
+RESTART_S = 1.0  # minimum time between two starts of a process, so that a process that always crashes uses little CPU
 POLL_S = 0.5
 
 
@@ -68,6 +68,7 @@ class WorkerSupervisor:
         self._jobs, self._workers, self._on_drain = jobs, workers, on_drain
         self._running: dict[int, str] = {}  # the name of each running process, by its id
         self._due = dict.fromkeys(jobs, 0.0)  # when to start each process; infinity while the process runs
+        self._started = dict.fromkeys(jobs, 0.0)
         self._is_draining = False
         self._status = 0
 
@@ -88,7 +89,7 @@ class WorkerSupervisor:
         now = time.monotonic()
         for name in [name for name, due in self._due.items() if due <= now and not self._is_draining]:
             self._running[self._fork(self._jobs[name])] = name
-            self._due[name] = float("inf")
+            self._due[name], self._started[name] = float("inf"), now
 
     def _fork(self, job: Callable[[], int]) -> int:
         sys.stdout.flush()
@@ -121,7 +122,7 @@ class WorkerSupervisor:
                 self._drain()
             else:
                 log.warning("%s ended with status %d: starting it again", name, status)
-                self._due[name] = time.monotonic() if status < 0 else time.monotonic() + RESTART_S
+                self._due[name] = self._started[name] + RESTART_S
         if self._is_draining and not self._workers & {*self._running.values()}:
             self._send(signal.SIGTERM, self._jobs.keys() - self._workers)
 

@@ -65,19 +65,23 @@ class RouterWatch:
     def __init__(self, resolve: Resolver, port: int, session: aiohttp.ClientSession) -> None:
         self._resolve, self._port, self._session = resolve, port, session
         self._addresses: list[str] = []
+        self._logged: tuple[frozenset[str], bool] | None = None
         self.ready: frozenset[str] = frozenset()
 
     async def ask(self) -> None:
         """Ask every router once. If the name does not resolve, use the previous addresses."""
+        problem = ""
         try:
             found = await self._resolve()
             self._addresses = [f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in found]
         except OSError as error:
-            log.debug("the host of --routers does not resolve: %s", error)
+            problem = f" (the host of --routers does not resolve: {error})"
         answers = await asyncio.gather(*map(self._is_ready, self._addresses))
         ready = frozenset(address for address, is_ready in zip(self._addresses, answers, strict=True) if is_ready)
-        if ready != self.ready:
-            log.info("routers that are ready: %s", ", ".join(sorted(ready)) or "none")
+        if self._logged != (ready, bool(problem)):
+            level = logging.INFO if ready and not problem else logging.WARNING
+            log.log(level, "routers that are ready: %s%s", ", ".join(sorted(ready)) or "none", problem)
+            self._logged = ready, bool(problem)
         self.ready = ready
 
     async def keep_asking(self) -> None:

@@ -243,6 +243,32 @@ async def test_only_routers_of_the_subset_are_picked() -> None:
 
 
 @needs_protos
+async def test_a_picker_that_finds_no_router_logs_once_why(caplog: pytest.LogCaptureFixture) -> None:
+    import aiohttp
+
+    from router.picker.server import RouterWatch
+
+    answers: list[list[str]] = []
+
+    async def resolve() -> list[str]:
+        if not answers:
+            raise OSError("Name or service not known")
+        return answers[0]
+
+    caplog.set_level("INFO", "baton.picker")
+    async with aiohttp.ClientSession() as session:
+        watch = RouterWatch(resolve, 8000, session)
+        await watch.ask()
+        await watch.ask()
+        answers.append([])
+        await watch.ask()
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("WARNING", "routers that are ready: none (the host of --routers does not resolve: Name or service not known)"),
+        ("WARNING", "routers that are ready: none"),
+    ]
+
+
+@needs_protos
 async def test_a_stream_without_headers_is_refused_and_the_picker_goes_on() -> None:
     from grpclib.exceptions import GRPCError
 

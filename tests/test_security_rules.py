@@ -214,6 +214,11 @@ def test_containers_may_take_10_s_longer_to_stop_than_to_drain() -> None:
         assert float(services()[name]["stop_grace_period"].removesuffix("s")) >= drain_s + 10, name
 
 
+def test_the_logs_of_containers_do_not_fill_the_disk() -> None:
+    for name in ("router", "prefill", "decode", "colocated"):  # a router logs each request
+        assert services()[name]["logging"] == {"driver": "local"}, name
+
+
 def test_one_service_builds_the_image_of_all() -> None:
     gpu = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
     for image, changed in (("baton", {}), ("baton-gpu", gpu)):

@@ -82,6 +82,8 @@ async def _serve(
     listeners: list[socket.socket],
     share: WorkerShare = WorkerShare(),
 ) -> int:
+    if share.sockets:
+        lifetime.leave_end_to_supervisor()
     dashboard = Dashboard() if settings.dashboard else None
     observer = dashboard or RouterObserver()
     served = connect(settings, models, f"router-{secrets.token_hex(8)}", _registry(settings, share), share, observer)

@@ -29,12 +29,21 @@ class ProcessLifetime:
 
     def __init__(self) -> None:
         self.draining = asyncio.Event()
+        self._is_supervised = False
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
 
+    def leave_end_to_supervisor(self) -> None:
+        """Ignore further signals, because the supervisor kills this process at a second signal.
+
+        Terminals, systemd and Slurm signal all processes, so this process gets the first signal both from them and from
+        its supervisor.
+        """
+        self._is_supervised = True
+
     def _on_signal(self, number: int) -> None:
-        if self.draining.is_set():
+        if self.draining.is_set() and not self._is_supervised:
             os._exit(128 + number)
         self.draining.set()
 

@@ -83,6 +83,27 @@ def test_the_board_counts_a_node_once_although_two_routers_export_its_metrics(tm
     check(tmp_path, input_series=series, promql_expr_test=[expectation(query) for query in queries])
 
 
+@needs_promtool
+@pytest.mark.parametrize(("needed", "pods"), [((2.2, 2.1), 5), ((7 / 3, 7 / 3, 7 / 3), 7), ((0.3,) * 10, 3)])
+def test_autoscalers_round_the_sum_of_the_needed_nodes_up(needed: tuple[float, ...], pods: int, tmp_path: Path) -> None:
+    """Kubernetes itself rounds up only if the sum exceeds the number of pods by more than 10 %."""
+    path = ROOT / "deploy" / "kubernetes" / "components" / "autoscaling" / "scaledobjects.yaml"
+    queries = {
+        item["metadata"]["name"].removeprefix("baton-"): item["spec"]["triggers"][0]["metadata"]["query"]
+        for item in yaml.safe_load_all(path.read_text())
+        if item["kind"] == "ScaledObject"
+    }
+    assert queries.keys() == {"prefill", "decode"}
+    series = [
+        {"series": f'baton_needed_nodes{{namespace="baton",role="{role}",pod="{number}"}}', "values": f"{value}x10"}
+        for role in queries
+        for number, value in enumerate(needed)
+    ]
+    samples = [{"labels": "{}", "value": pods}]
+    expected = [{"expr": query, "eval_time": "5m", "exp_samples": samples} for query in queries.values()]
+    check(tmp_path, input_series=series, promql_expr_test=expected)
+
+
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl, which builds the manifests")
 def test_prometheus_scrapes_only_the_routers_under_the_job_of_the_alerts() -> None:
     objects = build(ROOT / "deploy" / "kubernetes" / "components" / "monitoring")

@@ -54,6 +54,7 @@ def problems(objects: list[Object]) -> list[str]:
         found.pods,
         found.settings,
         found.registry,
+        found.drains,
         found.pool,
         found.policies,
         found.roles,
@@ -246,6 +247,12 @@ class Manifests:
                 yield f"{name_of(item)}: BATON_REGISTRY: {name} must be a headless Service with publishNotReadyAddresses"
             if int(port) not in {each["port"] for each in service["ports"]} or shared != {""}:
                 yield f"{name_of(item)}: BATON_REGISTRY: routers do not listen for nodes at {name}:{port}"
+
+    def drains(self) -> Iterator[str]:
+        """A picker must wait as long as routers for the end of answers, because its end cuts them too."""
+        times = {role: environment.get("BATON_DRAIN_TIMEOUT_S", "30") for _, role, _, environment in self.baton()}
+        if "picker" in times and float(times["picker"]) < float(times["router"]):
+            yield f"Deployment/baton-picker: BATON_DRAIN_TIMEOUT_S: routers have {times['router']}"
 
     def pool(self) -> Iterator[str]:
         """A pool and its picker must have the same routers, and the gateway must find the picker."""

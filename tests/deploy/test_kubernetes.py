@@ -118,7 +118,8 @@ POOL_FAULTS: list[tuple[Callable[[list[Object]], None], str]] = [
     (partial(change, "HTTPRoute", "baton", "spec/rules/0/backendRefs/0/name", "pool"), "there is no InferencePool pool"),
     (partial(change, "Deployment", "baton-picker", f"{BOX}/env/1/value", "baton:8000"), "BATON_ROUTERS: baton:8000 must be a headless Service"),
     (partial(change, "Deployment", "baton-picker", f"{BOX}/env/1/value", ""), "BATON_ROUTERS: : must be a headless Service"),
-    (partial(change, "Deployment", "baton-picker", f"{POD}/terminationGracePeriodSeconds", 44), "Deployment/baton-picker: terminationGracePeriodSeconds 44 must be at least 45"),
+    (partial(change, "Deployment", "baton-picker", f"{POD}/terminationGracePeriodSeconds", 314), "Deployment/baton-picker: terminationGracePeriodSeconds 314 must be at least 315"),
+    (partial(change, "Deployment", "baton-picker", f"{BOX}/env/3/value", "30"), "BATON_DRAIN_TIMEOUT_S: routers have 300"),
     (partial(change, "Deployment", "baton-picker", f"{BOX}/lifecycle", {}), "Deployment/baton-picker: lifecycle.preStop"),
 ]  # fmt: skip
 

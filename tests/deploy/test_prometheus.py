@@ -49,6 +49,22 @@ def test_an_alert_reports_that_no_router_answers_even_if_none_is_found(series: l
 
 
 @needs_promtool
+def test_a_router_that_drains_for_300_s_is_not_reported_as_down(tmp_path: Path) -> None:
+    series = [
+        {"series": 'up{job="baton",instance="a:8000"}', "values": "1x20"},
+        {"series": 'up{job="baton",instance="b:8000"}', "values": "1x5 0x5 stale"},
+        {"series": 'up{job="baton",instance="c:8000"}', "values": "1x10 0x10"},
+    ]
+    labels = {"severity": "critical", "job": "baton", "instance": "c:8000"}
+    down = {"exp_labels": labels, "exp_annotations": {"summary": "Router c:8000 does not answer."}}
+    expected = [
+        {"eval_time": time, "alertname": "BatonRouterDown", "exp_alerts": alerts}
+        for time, alerts in (("10m", []), ("11m", []), ("18m", [down]))
+    ]
+    check(tmp_path, input_series=series, alert_rule_test=expected)
+
+
+@needs_promtool
 def test_refused_requests_of_all_routers_count(tmp_path: Path) -> None:
     """Each of two routers refuses 0.075 requests per second, and the limit is 0.1."""
     name = 'baton_requests_rejected_total{job="baton",model_name="m",instance="%s:8000"}'

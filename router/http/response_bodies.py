@@ -267,7 +267,7 @@ class ResponsesBody(GenerateBody):
     tool_choice: Literal["none", "auto", "required"] | ResponseChoice = "auto"
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     top_logprobs: LogprobCount | None = None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
 
     @field_validator("input")
     @classmethod
@@ -283,9 +283,10 @@ class ResponsesBody(GenerateBody):
     def has_logprobs(self) -> bool:
         return "message.output_text.logprobs" in self.include
 
-    def to_chat(self, context: Sequence[Item]) -> ChatBody:
-        """Return the chat that generates this response. `context` has the items of the conversation so far. Raises
-        RequestError if a tool result has no call, or if a field is invalid."""
+    def to_chat(self, context: Sequence[Item], begin: int = 0) -> ChatBody:
+        """Return the chat that generates this response. `context` has the items of the conversation so far. The first
+        `begin` items are left out, unless they are instructions. Raises RequestError if a tool result has no call, or
+        if a field is invalid."""
         fields = {name: getattr(self, name) for name in self.model_fields_set & GenerateBody.model_fields.keys()}
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.tools]
@@ -297,11 +298,13 @@ class ResponsesBody(GenerateBody):
         if isinstance(choice, ResponseChoice):
             choice = NamedChoice(type="function", function=FunctionChoice(name=choice.name))
         _check_outputs(self.items, {item.call_id for item in context if isinstance(item, CallItem)})
+        items = [*context, *self.items]
+        items = [*filter(_is_instruction, items[:begin]), *items[begin:]]
         return validated(
             ChatBody,
             fields
             | {
-                "messages": system + messages_of([*context, *self.items]),
+                "messages": system + messages_of(items),
                 "max_completion_tokens": self.max_output_tokens,
                 "chat_template_kwargs": self.chat_template_kwargs,
                 "reasoning_effort": self.reasoning.effort,
@@ -324,6 +327,15 @@ def items_of(data: bytes) -> list[Item]:
 
 def items_to_json(items: Sequence[Item]) -> bytes:
     return ITEMS.dump_json(list(items), exclude_none=True)
+
+
+def turns_of(items: Sequence[Item]) -> list[int]:
+    """Return the index of the first item of each turn of a conversation. A turn begins with a message of the user."""
+    return [index for index, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
+
+
+def _is_instruction(item: Item) -> bool:
+    return isinstance(item, MessageItem) and item.role in {"system", "developer"}
 
 
 def _check_outputs(items: Sequence[Item], called: set[str]) -> None:

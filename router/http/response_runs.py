@@ -19,7 +19,7 @@ from router.http.asgi import Identity, described
 from router.http.bodies import ChatBody
 from router.http.generation import ServedModels
 from router.http.output import OutputProcessor, PromptOutput
-from router.http.response_bodies import ResponsesBody, items_of
+from router.http.response_bodies import Item, ResponsesBody, items_of, turns_of
 from router.http.response_events import Event, ResponseEvents
 from router.metrics.request_metrics import SampleTimings, SloTargets
 from router.nodes.connection import ANY_VERSION, ModelVersion
@@ -50,6 +50,35 @@ def body_of(stored: StoredResponse) -> ResponsesBody:
 def chat_of(stored: StoredResponse) -> ChatBody:
     """Return the chat that generates the response. Raises RequestError or ValueError if this version cannot read it."""
     return body_of(stored).to_chat(items_of(stored.context))
+
+
+async def fit(
+    body: ResponsesBody, context: Sequence[Item], build: Callable[[ChatBody], Awaitable[list[GenerationRequest]]]
+) -> tuple[ChatBody, GenerationRequest]:
+    """Return the chat that generates a response, and its request, which `build` returns.
+
+    If the chat is too long for the model, and the truncation is "auto", leave out as few of the oldest turns as
+    possible. The last turn is never left out. Raises RequestError.
+    """
+
+    async def attempt(begin: int) -> tuple[ChatBody, GenerationRequest]:
+        chat = body.to_chat(context, begin)
+        (request,) = await build(chat)
+        return chat, request
+
+    found, turns = None, [0, *turns_of([*context, *body.items])[1:]]
+    middle = 0  # first, try the whole conversation
+    while turns:
+        try:
+            found, turns = await attempt(turns[middle]), turns[:middle]
+        except RequestError as error:
+            if body.truncation != "auto" or error.code != "context_length_exceeded":
+                raise
+            turns, too_long = turns[middle + 1 :], error
+        middle = len(turns) // 2
+    if found is None:
+        raise too_long
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +288,10 @@ class ResponseRuns:
         known = await self.store.read(response_id, 0)
         # Use a new id, because nodes may still run the request of the router that died.
         run_id = f"{response_id}-{token_hex(4)}"
-        chat = chat_of(stored)
-        chat.seed = stored.seed
-        identity = Identity(stored.tenant, stored.is_admin)
-        (request,) = await self._models.of(chat.model).build(chat, run_id, identity)
+        body, identity = body_of(stored), Identity(stored.tenant, stored.is_admin)
+        body.seed = stored.seed
+        build = self._models.of(body.model).build
+        _, request = await fit(body, items_of(stored.context), lambda chat: build(chat, run_id, identity))
         request.prompt, request.max_tokens, request.is_accepted = unpack_ids(stored.prompt), stored.max_tokens, True
         request.generated = tuple(token for delta in known for token in unpack_ids(delta.tokens))
         request.version = next((ModelVersion(*each.version) for each in reversed(known) if each.version), ANY_VERSION)

@@ -25,7 +25,7 @@ from router.http.generation import GenerationService
 from router.http.messages import object_in, renamed_parameters
 from router.http.response_bodies import Item, ResponsesBody, items_of, items_to_json
 from router.http.response_events import ResponseEvents, items_with_ids
-from router.http.response_runs import ResponseRuns, body_of
+from router.http.response_runs import ResponseRuns, body_of, fit
 from router.http.responses import typed_events
 from router.responses_store import StoredResponse
 from shared.errors import RequestError
@@ -67,8 +67,8 @@ class ResponsesApi:
         context = await self._context(body.previous_response_id, reply.identity.tenant)
         response_id = f"resp_{token_hex(16)}"
         with named_parameters():
-            chat = body.to_chat(context)
-            (request,) = await self.generation.requests(chat, response_id, reply)
+            requests = self.generation.requests
+            chat, request = await fit(body, context, lambda chat: requests(chat, response_id, reply))
         if self.runs is None or body.store is False:
             body.store = False
             await self._answer(body, chat, request, response_id, reply)

@@ -84,7 +84,8 @@ NOTES = {
     "/v1/chat/completions": "OpenAI's chat completions API. Without `max_tokens`, only the model's context limits the "
     "length of an answer.",
     "/v1/responses": "OpenAI's Responses API. `background`, `previous_response_id` and `store` require `--responses-store` "
-    "([stored responses](operations.md#stored-responses)).",
+    '([stored responses](operations.md#stored-responses)). With `truncation: "auto"`, the oldest turns of a conversation '
+    "that is too long are left out; instructions and the last turn are kept.",
     "/v1/messages": "Anthropic's Messages API. In answers, the `signature` of thinking blocks is empty.",
     "/v1/messages/count_tokens": "Counts the tokens of the prompt in a request for `/v1/messages`.",
     "/v1/embeddings": "OpenAI's embeddings API. It requires an embedding model ([embeddings](embeddings.md)).",

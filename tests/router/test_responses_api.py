@@ -80,6 +80,33 @@ async def test_consecutive_messages_of_the_assistant_are_separate_lines(client, 
     assert "<|im_start|>assistant\nSunny.\nAnd warm.<|im_end|>" in prompt
 
 
+async def test_the_oldest_turns_of_a_long_conversation_are_left_out(client, hermes):
+    openai_client, dispatcher = await client(hermes, "yes")
+    rules = {"role": "developer", "content": "Be brief."}
+    turns = [
+        [{"role": "user", "content": f"turn {number} {'abc ' * 80}"}, CALL | {"call_id": f"c{number}"},
+         RESULT | {"call_id": f"c{number}"}, {"role": "assistant", "content": f"answer {number}"}]
+        for number in range(12)
+    ]  # fmt: skip
+    items = [rules, *(item for turn in turns for item in turn), USER]
+    fields: dict[str, Any] = {"model": "tiny", "input": items, "instructions": "Be kind.", "max_output_tokens": 50}
+    with pytest.raises(openai.BadRequestError) as error:
+        await openai_client.responses.create(**fields)
+    assert error.value.code == "context_length_exceeded"
+    response = await openai_client.responses.create(**fields, truncation="auto")
+    assert response.truncation == "auto"
+    request = dispatcher.answers[-1].request
+    prompt = hermes.decode(request.prompt, skip_special_tokens=False)
+    first = next(number for number in range(12) if f"turn {number} " in prompt)
+    assert 0 < first < 11
+    assert [f"turn {number} " in prompt for number in range(12)] == [number >= first for number in range(12)]
+    assert prompt.count("<|im_start|>tool") == 12 - first, "a result is left out with its call"
+    assert "Be kind." in prompt
+    assert "Be brief." in prompt
+    turn = request.prompt[len(request.prompt) - len(hermes.encode(prompt[prompt.index(f"turn {first} ") :])) :]
+    assert len(request.prompt) + len(turn) // (12 - first) > 2000 - 50, "one more turn would not fit"
+
+
 async def test_logprobs_come_with_the_text(client, hermes):
     """Text is held back until characters are complete, and while the answer may end with its trailing spaces."""
     openai_client, _ = await client(hermes, "abc\n\n😀 abc  c")
@@ -142,7 +169,9 @@ BAD = [
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format.name"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "middle"}, "truncation"),
+    ({"input": "abc" * 2000, "truncation": "auto"}, "input"),
+    ({"input": [USER, {"role": "user", "content": "abc" * 2000}], "truncation": "auto"}, "input"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 5000}, "max_output_tokens"),
     ({"input": "x" * 9000}, "input"),

@@ -303,6 +303,7 @@ async def test_another_router_takes_over_and_the_first_cannot_add_anything(clien
     stream = await first.responses.retrieve(response.id, stream=True)
     events = [await anext(stream) for _ in range(6)]
     await stream.close()
+    dispatcher.is_ready = False  # the first router would otherwise take its own response over
     with redis.Redis(port=redis_server.port) as client_of_redis:  # the lease ends, as if the first router were frozen
         client_of_redis.delete(f"baton:test:response:{response.id}:lease")
     second, taker = await client(hermes, text, responses_store=RedisStore(url, "test"))

@@ -34,9 +34,12 @@ PROCESSES: dict[str, tuple[type[Settings], str]] = {
     "router": (RouterSettings, "Run one router."),
     "prefill": (NodeSettings, "Run one prefill node."),
     "decode": (NodeSettings, "Run one decode node."),
-    "proxy": (ProxySettings, "Run one node whose engine is a running vLLM server."),
+    "proxy": (ProxySettings, "Run one node whose engine is a running vLLM or SGLang server."),
     "picker": (PickerSettings, "Run an endpoint picker, which chooses routers for an Envoy gateway."),
-    "doctor": (DoctorSettings, "Check this installation, and that modes and KV channels give the same tokens."),
+    "doctor": (
+        DoctorSettings,
+        "Check that all modes and KV channels give the same tokens on this machine, or check a running cluster.",
+    ),
 }
 LOCAL_URL = "http://127.0.0.1:8000"
 
@@ -69,7 +72,8 @@ def _app() -> typer.Typer:
     app.command("status", help="Show the nodes of a running cluster.")(_status)
     app.command("top", help="Watch the nodes of a running cluster.")(_top)
     app.command(
-        "compare", help="Compare deployments under the same traffic: which keep the SLO, how certainly, and why."
+        "compare",
+        help="Compare deployments under the same traffic: which keeps the SLO best, how certain that is, and why.",
     )(compare)
     app.command("plan", help="Find, by simulation, the split of GPUs that carries the most traffic within an SLO.")(
         plan
@@ -80,7 +84,7 @@ def _app() -> typer.Typer:
     app.command("role", help="Change the role of a node in a running cluster.")(_role)
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)
     app.command("key", help="Create an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)
-    app.command("models", help="List the models that Baton serves, or show the memory that one takes.")(_models)
+    app.command("models", help="List the models that Baton serves, or show the memory that one model takes.")(_models)
     engine = typer.Typer(help="Run a cluster on the hosts of a Ray cluster.", no_args_is_help=True)
     start = command_of(RaySettings, "baton ray up", _ray_up, "model")
     engine.command("up", help="Start the processes that are not running.")(start)
@@ -192,7 +196,7 @@ def _key(
 
 
 def _models(
-    model: Annotated[str, typer.Argument(help="Directory of a model, or its id on a hub.", show_default=False)] = "",
+    model: Annotated[str, typer.Argument(help="Directory or hub id of a model.", show_default=False)] = "",
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the list as docs/models.md.")] = False,
 ) -> int:
     from cluster.models import show_models
@@ -238,10 +242,11 @@ def _chat(
     api_key: ApiKey = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of an answer.", show_default="router's")
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer.", show_default="the router's")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy.", show_default="router's")
+        float | None,
+        typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: greedy.", show_default="the router's"),
     ] = None,
 ) -> int:
     from cluster.clients import run_chat

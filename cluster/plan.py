@@ -78,10 +78,10 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
         0, "Number of decode nodes.", "1, or with --mode colocated 1 + --prefill"
     )
     devices: Devices = setting(
-        (), "GPUs, as in cuda:0,cuda:1, assigned to prefill and then decode nodes.", "--device for all"
+        (), "GPUs, as in cuda:0,cuda:1, assigned in turn to prefill nodes, then decode nodes.", "--device for all"
     )
     engines: Engines = setting(
-        (), "URLs of running vLLM servers, separated by commas; each becomes a node.", "start nodes"
+        (), "URLs of running vLLM or SGLang servers, separated by commas; each becomes a node.", "start nodes"
     )
     steps_sockets: Names = setting(
         (), "For each of --engines, the Unix socket on which vLLM's plugin reports its steps.", "no steps"
@@ -180,9 +180,9 @@ class DoctorSettings(LocalSettings):
     """The checks"""
 
     url: Annotated[str, AfterValidator(base_url)] = setting(
-        "", "URL of a running cluster to check.", "start small clusters on this machine"
+        "", "URL of a running cluster to check instead.", "check small clusters on this machine"
     )
-    api_key: str = Field(default="", repr=False, description="Admin key for that router.")
+    api_key: str = Field(default="", repr=False, description="Admin key for the cluster of --url.")
     engine: EngineUrl = setting("", "URL of a vLLM server to check instead; see docs/engines.md.", "none")
     peer: EngineUrl = setting("", "URL of a second vLLM server, which exchanges KV with --engine.", "none")
 

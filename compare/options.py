@@ -49,18 +49,22 @@ class CompareOptions:
     engines: str = flag(
         "URL,URL", "", "Running vLLM servers, which are the devices of all arms; see docs/engines.md. Needs --model."
     )
-    url: list[str] = flag("URL", [], "A running stack, in place of an arm. Give two or more.", parser=base_url)
-    api_key: str = flag("KEY", "", "Key for these stacks; an admin key also reads records.", envvar="BATON_API_KEY")
+    url: list[str] = flag("URL", [], "A running stack, which replaces an arm. Give two or more.", parser=base_url)
+    api_key: str = flag(
+        "KEY", "", "Key for the stacks of --url; only an admin key can read records.", envvar="BATON_API_KEY"
+    )
     trace: Path | None = flag("FILE", None, "Traffic from a file.")
     trace_format: str = flag("FORMAT", "auto", "azure, burstgpt, mooncake or own.")
     preset: str = flag("NAME", "", f"Traffic: chat, code, rag-long, agentic or mix. Default: {DEFAULT_PRESET}.")
-    scale_tokens: float | None = flag("FACTOR", None, "Factor for all lengths. Default: 0.5 for presets, else 1.")
-    rate: float | None = flag("RATE", None, "Requests/s. Default: 4 for presets, else the trace's own times.")
-    burstiness: float = flag("SHAPE", 1.0, "With a rate: 1 is Poisson, less is burstier.")
+    scale_tokens: float | None = flag(
+        "FACTOR", None, "Factor for the lengths of prompts and answers. Default: 0.5 for presets, else 1."
+    )
+    rate: float | None = flag("RATE", None, "Requests per second. Default: 4 for presets, else the times of the trace.")
+    burstiness: float = flag("SHAPE", 1.0, "For random arrival times: 1 is Poisson, less is burstier.")
     find_capacity: bool = flag("", False, "Search for each arm's highest rate within the SLO.", "--find-capacity")
     start: float = flag("SECONDS", 0.0, "Seconds of the trace to skip, without --rate.", min=0.0)
     duration: float = flag("SECONDS", 20.0, "Seconds of traffic in each period.", min=1.0)
-    too_long: str = flag("ACTION", "error", "For requests over the context: error, cut or drop.")
+    too_long: str = flag("ACTION", "error", "For requests longer than the context: error, cut or drop.")
     seeds: int = flag("NUMBER", 6, "Number of periods of each arm, as paired runs.", min=1, max=100)
     ttft_slo_ms: float = flag("MS", 450.0, "Limit of the time to first token.", *TTFT_SLO, min=0.001)
     tbt_slo_ms: float = flag("MS", 40.0, "Limit of a request's p99 time between tokens.", *TBT_SLO, min=0.001)
@@ -68,7 +72,7 @@ class CompareOptions:
         "SHARE", 0.9, "With --find-capacity: share of requests that must meet the limits.", min=0.01, max=0.999
     )
     on: str = flag(
-        "PLACE", "live", "live: nodes compute; emulated: they sleep instead; sim: everything runs on a virtual clock."
+        "PLACE", "live", "live: nodes compute; emulated: nodes sleep instead; sim: everything runs on a virtual clock."
     )
     emulate: str = flag(
         "NAME", "", "Cost model of emulated or simulated nodes; with --on live, every period is also simulated with it."
@@ -77,7 +81,9 @@ class CompareOptions:
     model: str = flag("MODEL", "", "Model of all arms. Default: the demo's.")
     set: list[str] = flag("SETTING=VALUE", [], "A setting of all arms.")
     unequal: bool = flag("", False, "Allow arms with different numbers of devices.", "--unequal")
-    control: bool = flag("", False, "Also compare the first arm with a copy, which must not differ.", "--control")
-    treatment: list[str] = flag("FACT", [], "A fact that may differ between the arms.")
+    control: bool = flag(
+        "", False, "Also compare the first arm with a copy of itself; there is no verdict if they differ.", "--control"
+    )
+    treatment: list[str] = flag("FACT", [], "A fact of the nodes that may differ between the arms, such as torch.")
     timeout: float = flag("SECONDS", 60.0, "Seconds after which a request is a miss.", min=1.0)
     out: Path | None = flag("DIRECTORY", None, "Directory of the report. Default: baton-compare-TIME.")

@@ -12,10 +12,10 @@ from compare.options import DEFAULT_EMULATED, TBT_SLO, TTFT_SLO, flag
 class PlanOptions:
     """The options of the command line; each field is a flag."""
 
-    trace: Path | None = flag("FILE", None, "Traffic from a file; its lengths and prefixes are used.")
+    trace: Path | None = flag("FILE", None, "Traffic from a file, of which the lengths and prefixes are used.")
     trace_format: str = flag("FORMAT", "auto", "azure, burstgpt, mooncake or own.")
     preset: str = flag("NAME", "", "Traffic without a file: chat, code, rag-long, agentic or mix. Default: chat.")
-    scale_tokens: float = flag("FACTOR", 1.0, "Factor for all lengths.", min=0.001)
+    scale_tokens: float = flag("FACTOR", 1.0, "Factor for the lengths of prompts and answers.", min=0.001)
     burstiness: float = flag("SHAPE", 1.0, "1: Poisson arrivals; less is burstier.", min=0.01)
     gpus: int = flag("NUMBER", 8, "Number of GPUs, with one node each.", min=0, max=64)
     cost: str = flag("NAME", DEFAULT_EMULATED, "Cost file of the model and GPU: a name or a file (see baton profile).")
@@ -28,7 +28,7 @@ class PlanOptions:
     set: list[str] = flag("SETTING=VALUE", [], "A setting of all nodes, such as max_num_seqs=128; repeatable.")
     seeds: int = flag("NUMBER", 5, "Number of seeds for the best candidates.", min=2, max=20)
     requests: int = flag("NUMBER", 800, "Minimum requests of each run of the best candidates.", min=100, max=100_000)
-    workers: int = flag("NUMBER", 0, "Number of processes. Default: one per CPU.", min=0)
-    validate: str = flag("PLACE", "", "Then measure the two best on live or emulated nodes.")
+    workers: int = flag("NUMBER", 0, "Number of processes that simulate. Default: one per CPU.", min=0)
+    validate: str = flag("PLACE", "", "Afterwards, measure the two best candidates: live or emulated.")
     model: str = flag("MODEL", "", "With --validate: the model, whose tokenizer is used. Default: the demo's.")
     out: Path | None = flag("DIRECTORY", None, "Directory of the plan. Default: baton-plan-TIME.")

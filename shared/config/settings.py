@@ -313,7 +313,7 @@ class ServingSettings(CommonSettings):
     host: Host = setting("127.0.0.1", "Address that the OpenAI API listens on.")
     port: Port = setting(8000, "Port of the API; 0: any free port.")
     registry: Annotated[str, AfterValidator(_check_router_registry)] = setting(
-        "", "redis://host:port, for several routers that share nodes.", "the router is the registry"
+        "", "redis://host:port, through which routers and nodes find each other.", "the router is the registry"
     )
     registry_host: HostOrNone = setting("", "Address that nodes join at.", "the same as --host")
     registry_port: Port = setting(8001, "Port that nodes join at; 0: any free port.")
@@ -349,7 +349,7 @@ class ServingSettings(CommonSettings):
         "disaggregated", "Where prompts are computed: on prefill nodes, or on the decode nodes themselves."
     )
     disaggregate: Literal["always", "never", "auto"] = setting(
-        "auto", "When a prompt is sent to a prefill node: always, never, or if that is predicted to be faster."
+        "auto", "When a prompt is sent to a prefill node: always, never, or (auto) if that is predicted to be faster."
     )
     rebalance: Literal["off", "on"] = setting(
         "off", "Change a node's role if, for a minute, one role needs more nodes and the other fewer."
@@ -368,24 +368,25 @@ class ServingSettings(CommonSettings):
     )
     api_keys: str = Field("", repr=False, description="API keys in the same form, separated by commas.")
     allowed_origins: Origins = setting(
-        (), "Origins, or *, whose web pages may call the API (CORS), separated by commas.", "none"
+        (), "Origins whose web pages may call the API (CORS), separated by commas; *: all.", "none"
     )
     admin_host: Host = setting("127.0.0.1", "Address that the admin endpoints listen on.")
     admin_port: Port = setting(
         0, "Port of the dashboard, status, metrics and roles.", "the port of the API, with an admin key"
     )
-    dashboard: bool = setting(True, "Record requests and steps, for the page, timelines, traces and their metrics.")
+    dashboard: bool = setting(True, "Record requests and steps for the dashboard, timelines, traces and some metrics.")
     request_timeout_s: Annotated[float, Field(ge=0, le=86_400)] = setting(
-        0.0, "Maximum seconds for a request, and upper bound of x-request-timeout.", "no limit"
+        0.0, "Maximum seconds for a request, and maximum of the header x-request-timeout.", "no limit"
     )
     node_timeout_s: Seconds = setting(
-        2.5, "Treat a node as lost after this many seconds without a message, or three times as many without requests."
+        2.5,
+        "Treat a node as lost after this many seconds without a message, or three times as many if it has no requests.",
     )
     max_connections: Count = setting(
-        10_000, "Maximum HTTP connections. Beyond it, the connection that has been idle longest is closed."
+        10_000, "Maximum HTTP connections. If there are more, the connection that has been idle longest is closed."
     )
     workers: Annotated[int, Field(ge=1, le=64)] = setting(
-        1, "Processes of the router, which share its ports, its nodes and its limits."
+        1, "Number of processes of the router, which share its ports, nodes and limits."
     )
     max_concurrent_requests: Count = setting(1024, "Maximum requests in progress. Further requests get status 429.")
     max_attempts: Annotated[int, Field(ge=1, le=100)] = setting(
@@ -441,7 +442,7 @@ class ComputingSettings(CommonSettings):
         0.9, "Fraction of GPU memory that the node uses, including weights."
     )
     kv_cache_memory: Size = setting(
-        0, "Memory for KV blocks: bytes, or as in 4GiB and 2GB.", "512MiB on the CPU, the free memory on a GPU"
+        0, "Memory for KV blocks, in bytes or as in 4GiB or 2GB.", "512MiB on the CPU, the free memory on a GPU"
     )
     num_blocks: CountOrNone = setting(
         0,
@@ -462,10 +463,12 @@ class ComputingSettings(CommonSettings):
     speculative_config: Annotated[str, AfterValidator(check_speculation)] = setting(
         "", 'Speculative decoding, as in vLLM: {"method": "ngram"}, {"model": …} or ngram.', "none"
     )
-    emulate: str = setting("", "Cost model (name or JSON file). Steps sleep for its times and compute nothing.")
+    emulate: str = setting(
+        "", "Device to emulate (name or JSON file): steps sleep for its predicted times, and compute nothing."
+    )
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that share a prefix.")
     kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = setting(
-        "auto", "How KV is transferred, see docs/operations.md.", "the fastest that both nodes support"
+        "auto", "How KV is transferred; see docs/operations.md.", "the fastest that both nodes support"
     )
     kv_directory: str = Field(
         default_factory=private_directory,
@@ -476,7 +479,8 @@ class ComputingSettings(CommonSettings):
     push_timeout_s: Seconds = setting(2.0, "Fail a KV transfer after this many seconds without a byte.")
     stuck_s: Seconds = setting(
         5.0,
-        "Exit after this many seconds without progress, to be restarted by a supervisor. Slow steps get more.",
+        "Exit after this many seconds without progress, so that a supervisor restarts the process. Slow steps get more "
+        "time.",
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
     cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3.", "all")
@@ -520,7 +524,7 @@ class JoiningSettings(CommonSettings):
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
     port: Port = setting(0, "Port for RPCs.", "any free port")
     advertise: HostOrNone = setting(
-        "", "Address at which others reach this node.", "--host; if it is a wildcard, this host's address"
+        "", "Address at which other processes reach this node.", "--host; if it is a wildcard, this host's address"
     )
     registry: Annotated[str, AfterValidator(_check_registry)] = setting(
         "127.0.0.1:8001",
@@ -540,8 +544,8 @@ class NodeSettings(ComputingSettings, JoiningSettings):
 class EngineSettings(Settings):
     """External servers"""
 
-    engine_api_key_file: str = setting("", "File with the API key of the vLLM or SGLang servers.", "they need no key")
-    engine_kind: Literal["vllm", "sglang"] = setting("vllm", "Kind of these servers.")
+    engine_api_key_file: str = setting("", "File with the API key of the vLLM or SGLang servers.", "no key")
+    engine_kind: Literal["vllm", "sglang"] = setting("vllm", "Kind of the vLLM or SGLang servers.")
     kv_lease_s: Seconds = setting(
         30.0, "Seconds for which a vLLM server keeps the KV of a prompt for a decode node (its kv_lease_duration)."
     )

@@ -1,4 +1,4 @@
-"""Packs the slices of a step into the flat integer tensors that a forward pass reads. Independent of the model.
+"""Packs the slices of a step into the flat integer tensors that a forward pass reads, for any model.
 
 The time that Python spends on a slice does not depend on the length of the slice's context, except for the time to copy
 the slice's row of the block table.

@@ -1,4 +1,4 @@
-"""The base class of drafters that run a model. It times their passes. If a drafter fails, only its guesses end."""
+"""The base class of drafters that run a model. It times their passes, and ends guessing after an exception."""
 
 import logging
 import time

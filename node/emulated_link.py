@@ -1,6 +1,6 @@
 """A KV channel whose pushes take as long as they would take on the emulated link.
 
-The real channel under it moves the small rows of the hash runner, not the large rows of the emulated model.
+The pushes go over a real channel, but move the small rows of the hash runner, not the large rows of the emulated model.
 """
 
 import asyncio

@@ -2,11 +2,11 @@
 
 A slow engine is not dead: the process that answers `/metrics` and `/health` also serves all streams, and may take
 seconds to answer under load. An engine is lost if its port refuses connections, if it reports that it is unhealthy, or
-if its number of steps has fallen, because it was then restarted. It is also lost if it fails one request after another
-although its `/health` reports no problem, as that of a vLLM server that drains. An engine is stuck if it makes no
-progress. Each step and each event of an answer counts as progress, and so does a change of the engine's load, because
-vLLM does not count the steps that compute a part of a prompt, but reports its load after each of them. While the engine
-has no requests, an answer to `/metrics` counts as progress too.
+if its number of steps has fallen, which shows a restart. It is also lost if it fails one request after another although
+its `/health` reports no problem, as a draining vLLM server does. An engine is stuck if it makes no progress. Each step
+and each event of an answer counts as progress, and so does a change of the engine's load, because vLLM does not count
+the steps that compute a part of a prompt, but reports its load after each of them. While the engine has no requests, an
+answer to `/metrics` counts as progress too.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""How a model takes images, as its files define it: the size to which an image is resized, and the image's tokens.
+"""Rules from a model's files about its images: the size to which an image is resized, and the number of its tokens.
 
 Routers use the rules to count tokens, and nodes use them to check and encode pixels. The arithmetic is the same as in
 transformers' image processors, which read the same files.

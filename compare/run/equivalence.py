@@ -1,4 +1,4 @@
-"""Checks that arms are equivalent: first by facts (such as the model) and answers; after trials, by tokens and work."""
+"""Checks that arms are equivalent: before the trials, by facts and greedy answers; after them, by tokens and work."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

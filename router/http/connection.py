@@ -1,9 +1,9 @@
 """One client's HTTP/1.1 connection: uvicorn's protocol class with limits on the size and the duration of requests.
 
 This module subclasses `HttpToolsProtocol`, which is not a documented interface of uvicorn. It adds a timeout for a
-request's head, bounds on headers and chunk framing, a limit on connections that idle clients cannot exhaust, and a
-drain that still answers requests in transit. tests/router/test_bad_input.py checks these. No public options of uvicorn
-0.54, Hypercorn 0.18 or Granian 2.8 provide them. docs/decisions.md has the measurements.
+request's head, bounds on headers and chunk framing, a limit on connections that closes idle connections first, and a
+drain that still answers requests in transit. tests/router/test_bad_input.py checks these additions, which no public
+options of uvicorn 0.54, Hypercorn 0.18 or Granian 2.8 provide. docs/decisions.md has the measurements.
 
 If a client exceeds a limit, `HttpConnection` sends an error in the API's format and closes the connection. It sends no
 error if the client could mistake this error for the response to another request.

@@ -1,6 +1,6 @@
 """Outlier ejection: a node that fails gets no requests for some time. Callers pass the current time.
 
-It works as in Envoy, except that each ejection lasts twice as long as the previous one (Envoy adds a constant).
+Ejection works as in Envoy, except that each ejection lasts twice as long as the previous one (Envoy adds a constant).
 """
 
 from collections import deque

@@ -1,1 +1,1 @@
-"""The endpoint picker. It chooses routers for an Envoy gateway. It needs the extra `picker`."""
+"""The endpoint picker, which chooses routers for an Envoy gateway. This package needs the extra `picker`."""

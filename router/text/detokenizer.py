@@ -1,8 +1,8 @@
 """Incremental detokenization, and the search for stop strings.
 
-A detokenizer converts one sequence of tokens to text. It returns text as soon as no later token can change it. It
-processes the bytes of each new token once, so that the cost of a token does not grow with the length of the sequence.
-The concatenation of the returned pieces equals the tokenizer's own decoding of the whole sequence.
+A detokenizer converts one sequence of tokens to text. It returns a piece of text as soon as no later token can change
+this piece. It processes the bytes of each new token once, so that the cost of a token does not grow with the length of
+the sequence. The concatenation of the returned pieces equals the tokenizer's own decoding of the whole sequence.
 
 `tokenizers.decoders.DecodeStream` does not give these guarantees. While the text ends with U+FFFD, `DecodeStream` holds
 the text back and decodes all of it again for each token. For 4,000 bytes of 0xFF, it returns no text and takes 740 us

@@ -1,7 +1,7 @@
 """The base class of channels within one host. Writers receive access to our memory over a private unix socket.
 
-After that, the socket carries no data. An end of file shows each side that the other side is gone. Writes are
-one-sided, so the channels are not `fenced`.
+After that, the socket carries no data; an end of file on it means that the other side is gone. Writes are one-sided, so
+the channels are not `fenced`.
 """
 
 import contextlib

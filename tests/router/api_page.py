@@ -41,7 +41,7 @@ parameters. On a running router, `GET /docs` and `GET /openapi.json` show the JS
 | `authorization: Bearer KEY`, or `x-api-key: KEY` | the API key, if the router runs with `--api-keys-file` ([security](security.md)) |
 | `x-request-timeout: SECONDS` | the request ends with status 504 after this time; `--request-timeout-s` is the maximum |
 | `x-request-id` | a label of the request in the log, random by default; errors and the POST endpoints below return it |
-| `traceparent` | the W3C trace context; the spans of the request continue this trace |
+| `traceparent` | the W3C trace context, which is returned and appears in timelines and logs; if it is missing or invalid, the router creates one |
 
 ## Errors
 

@@ -36,10 +36,7 @@ PROCESSES: dict[str, tuple[type[Settings], str]] = {
     "decode": (NodeSettings, "Run one decode node."),
     "proxy": (ProxySettings, "Run one node whose engine is a running vLLM or SGLang server."),
     "picker": (PickerSettings, "Run an endpoint picker, which chooses routers for an Envoy gateway."),
-    "doctor": (
-        DoctorSettings,
-        "Check that all modes and KV channels give the same tokens on this machine, or check a running cluster.",
-    ),
+    "doctor": (DoctorSettings, "Check that modes and KV channels give the same tokens, or check a running cluster."),
 }
 LOCAL_URL = "http://127.0.0.1:8000"
 
@@ -72,8 +69,7 @@ def _app() -> typer.Typer:
     app.command("status", help="Show the nodes of a running cluster.")(_status)
     app.command("top", help="Watch the nodes of a running cluster.")(_top)
     app.command(
-        "compare",
-        help="Compare deployments under the same traffic: which keeps the SLO best, how certain that is, and why.",
+        "compare", help="Compare deployments under the same traffic: which keeps the SLO best, how certainly, and why."
     )(compare)
     app.command("plan", help="Find, by simulation, the split of GPUs that carries the most traffic within an SLO.")(
         plan
@@ -245,8 +241,7 @@ def _chat(
         int | None, typer.Option(min=1, help="Maximum tokens of an answer.", show_default="the router's")
     ] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: greedy.", show_default="the router's"),
+        float | None, typer.Option(min=0.0, max=2.0, help="Temperature; 0: greedy.", show_default="the router's")
     ] = None,
 ) -> int:
     from cluster.clients import run_chat

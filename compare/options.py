@@ -50,15 +50,11 @@ class CompareOptions:
         "URL,URL", "", "Running vLLM servers, which are the devices of all arms; see docs/engines.md. Needs --model."
     )
     url: list[str] = flag("URL", [], "A running stack, which replaces an arm. Give two or more.", parser=base_url)
-    api_key: str = flag(
-        "KEY", "", "Key for the stacks of --url; only an admin key can read records.", envvar="BATON_API_KEY"
-    )
+    api_key: str = flag("KEY", "", "Key for --url; only an admin key reads records.", envvar="BATON_API_KEY")
     trace: Path | None = flag("FILE", None, "Traffic from a file.")
     trace_format: str = flag("FORMAT", "auto", "azure, burstgpt, mooncake or own.")
     preset: str = flag("NAME", "", f"Traffic: chat, code, rag-long, agentic or mix. Default: {DEFAULT_PRESET}.")
-    scale_tokens: float | None = flag(
-        "FACTOR", None, "Factor for the lengths of prompts and answers. Default: 0.5 for presets, else 1."
-    )
+    scale_tokens: float | None = flag("FACTOR", None, "Factor for all token counts. Default: 0.5 for presets, else 1.")
     rate: float | None = flag("RATE", None, "Requests per second. Default: 4 for presets, else the times of the trace.")
     burstiness: float = flag("SHAPE", 1.0, "For random arrival times: 1 is Poisson, less is burstier.")
     find_capacity: bool = flag("", False, "Search for each arm's highest rate within the SLO.", "--find-capacity")
@@ -81,9 +77,7 @@ class CompareOptions:
     model: str = flag("MODEL", "", "Model of all arms. Default: the demo's.")
     set: list[str] = flag("SETTING=VALUE", [], "A setting of all arms.")
     unequal: bool = flag("", False, "Allow arms with different numbers of devices.", "--unequal")
-    control: bool = flag(
-        "", False, "Also compare the first arm with a copy of itself; there is no verdict if they differ.", "--control"
-    )
+    control: bool = flag("", False, "Also compare the first arm with a copy; no verdict if they differ.", "--control")
     treatment: list[str] = flag("FACT", [], "A fact of the nodes that may differ between the arms, such as torch.")
     timeout: float = flag("SECONDS", 60.0, "Seconds after which a request is a miss.", min=1.0)
     out: Path | None = flag("DIRECTORY", None, "Directory of the report. Default: baton-compare-TIME.")

@@ -15,7 +15,7 @@ class PlanOptions:
     trace: Path | None = flag("FILE", None, "Traffic from a file, of which the lengths and prefixes are used.")
     trace_format: str = flag("FORMAT", "auto", "azure, burstgpt, mooncake or own.")
     preset: str = flag("NAME", "", "Traffic without a file: chat, code, rag-long, agentic or mix. Default: chat.")
-    scale_tokens: float = flag("FACTOR", 1.0, "Factor for the lengths of prompts and answers.", min=0.001)
+    scale_tokens: float = flag("FACTOR", 1.0, "Factor for all token counts.", min=0.001)
     burstiness: float = flag("SHAPE", 1.0, "1: Poisson arrivals; less is burstier.", min=0.01)
     gpus: int = flag("NUMBER", 8, "Number of GPUs, with one node each.", min=0, max=64)
     cost: str = flag("NAME", DEFAULT_EMULATED, "Cost file of the model and GPU: a name or a file (see baton profile).")

@@ -1,9 +1,8 @@
 """Numba kernels for recurrent layers on float32 rows: the convolution, the recurrence and the norm of its result.
 
-A recurrence runs token by token. The division of a prompt into chunks changes neither the operations nor their order,
-so results and states are equal to the last bit. The columns of a recurrent matrix are independent of each other. A
-thread therefore computes many tokens for the columns that fit into the first-level cache, and then the same tokens for
-the next columns.
+A recurrence runs token by token. The division of a prompt into chunks does not change the order of the operations, so
+it changes no bit of results and states. The columns of a recurrent matrix are independent of each other. A thread
+computes many tokens for the columns that fit into the first-level cache, and then the same tokens for the next columns.
 """
 
 import math

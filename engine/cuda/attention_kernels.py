@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ruff: noqa: N803 (Triton's compile-time constants have capital letters)
-"""Triton kernels for paged attention: `attend` computes tiles of prompts and decodes, and `merge` combines the parts of
-split contexts.
+"""Triton kernels for paged attention: `attend` computes tiles of prompts and decodes, `merge` combines splits.
 
 The queries of a tile, for all heads that share a KV head (GQA), are the rows of one matrix. Keys and values are
 therefore read once for all these rows. The softmax is FlashAttention's (Dao 2022), and contexts are split as in

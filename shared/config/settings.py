@@ -379,8 +379,7 @@ class ServingSettings(CommonSettings):
         0.0, "Maximum seconds for a request, and maximum of the header x-request-timeout.", "no limit"
     )
     node_timeout_s: Seconds = setting(
-        2.5,
-        "Treat a node as lost after this many seconds without a message, or three times as many if it has no requests.",
+        2.5, "Treat a node as lost after this many seconds without a message, or 3 times as many if it is idle."
     )
     max_connections: Count = setting(
         10_000, "Maximum HTTP connections. If there are more, the connection that has been idle longest is closed."
@@ -463,9 +462,7 @@ class ComputingSettings(CommonSettings):
     speculative_config: Annotated[str, AfterValidator(check_speculation)] = setting(
         "", 'Speculative decoding, as in vLLM: {"method": "ngram"}, {"model": …} or ngram.', "none"
     )
-    emulate: str = setting(
-        "", "Device to emulate (name or JSON file): steps sleep for its predicted times, and compute nothing."
-    )
+    emulate: str = setting("", "Device to emulate (name or JSON file): steps only sleep for its predicted times.")
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that share a prefix.")
     kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = setting(
         "auto", "How KV is transferred; see docs/operations.md.", "the fastest that both nodes support"
@@ -479,8 +476,7 @@ class ComputingSettings(CommonSettings):
     push_timeout_s: Seconds = setting(2.0, "Fail a KV transfer after this many seconds without a byte.")
     stuck_s: Seconds = setting(
         5.0,
-        "Exit after this many seconds without progress, so that a supervisor restarts the process. Slow steps get more "
-        "time.",
+        "Exit, to be restarted by a supervisor, after this many seconds without progress. Slow steps get more time.",
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
     cpus: Cpus = setting((), "CPUs to run on, as in 0,2-3.", "all")

@@ -99,7 +99,7 @@ def main() -> None:
     note = "Medians. The ratios are of measurements in the same round. All workers of a router share one core."
     Result(
         "router_workers",
-        "Routers with one or two workers on one core, and 256, 512 or 1,024 streams from 16 nodes that compute nothing.",
+        "Routers with one or two workers on one core, and 256, 512 or 1,024 streams of 16 nodes that compute nothing.",
         [Table("Workers of a router", columns, rows, note)],
         runs,
         versions("uvloop", "uvicorn", "starlette", "httptools", "grpclib", "msgpack", "tokenizers"),

@@ -166,7 +166,7 @@ class QuantizedReader:
         self._divisible(name, out, per)
         codes = _unpacked(self._files.codes(f"{name}.qweight", torch.int32, width // per, out).T, bits).flatten(1)
         zeros = _unpacked(self._files.codes(f"{name}.qzeros", torch.int32, groups, out // per), bits).flatten(1).T
-        zeros = zeros.int() + self._scheme.zeros_less_one
+        zeros = zeros.int() + self._scheme.zeros_less_one & (1 << bits) - 1  # a zero of 0 is stored as the largest code
         owners = self._owners(f"{name}.g_idx", width, groups)
         return codes, self._scale(f"{name}.scales", groups, out).T, zeros, owners
 

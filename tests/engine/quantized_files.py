@@ -25,11 +25,12 @@ def in_words(codes: Tensor, dim: int, bits: int = 4, order: tuple[int, ...] = (0
 
 
 def asymmetric(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes [out, in], scales and zeros [out, groups], and the values that they represent."""
-    grouped = weight.unflatten(1, (-1, GROUP))
+    """Return codes [out, in], scales and zeros [out, groups], and the values that they represent. The weights of the
+    first row become positive, so its zeros are 0."""
+    grouped = torch.cat((weight[:1].abs(), weight[1:])).unflatten(1, (-1, GROUP))
     low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
     scales = ((high - low) / 15).half().float()
-    zeros = (-low / scales).round().clamp(1, 15)
+    zeros = (-low / scales).round().clamp(0, 15)
     codes = (grouped / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
     return codes.flatten(1), scales, zeros, ((codes - zeros[..., None]) * scales[..., None]).flatten(1)
 
@@ -47,7 +48,7 @@ def gptq(weight: Tensor, act_order: bool = False) -> Written:
     codes, scales, zeros, values = asymmetric(weight[:, order])
     back = order.argsort()
     tensors = {
-        "qweight": in_words(codes[:, back].T, 0), "qzeros": in_words((zeros - 1).T, 1),
+        "qweight": in_words(codes[:, back].T, 0), "qzeros": in_words((zeros.int() - 1 & 15).T, 1),
         "scales": scales.T.half().contiguous(), "g_idx": (back // GROUP).int(),
     }  # fmt: skip
     return tensors, values[:, back]

@@ -120,6 +120,10 @@ def directory(tmp_path: Path) -> Path:
             {"architectures": ["GraniteMoeHybridForCausalLM"], "mamba_n_heads": 4, "time_step_limit": []},
             r"time_step_limit is \[\]",
         ),
+        (
+            {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4, "hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act is 'gelu_pytorch_tanh': only \"silu\" is supported",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"hidden_size": ...}, "hidden_size is missing: it must be an integer from 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),

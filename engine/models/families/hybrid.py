@@ -48,7 +48,7 @@ def delta_model(keys: ConfigReader, feeds: Sequence[MlpSpec | MoeSpec]) -> Model
         keys.refuse("linear_num_key_heads", f"linear_num_value_heads ({delta.value_heads}) must be a multiple of it")
     interval = keys.size("full_attention_interval", 4)
     kinds = common.layer_kinds(keys, lambda index: LINEAR if (index + 1) % interval else FULL, (FULL, LINEAR))
-    needs_attention(keys, kinds)
+    check_kinds(keys, kinds)
     mixers = [attention if kind == FULL else delta for kind in kinds]
     return common.model(keys, [LayerSpec(mixer, feed) for mixer, feed in zip(mixers, feeds, strict=True)])
 
@@ -75,7 +75,7 @@ def granite_hybrid(keys: ConfigReader) -> ModelConfig:
     )  # fmt: skip
     kinds = common.layer_kinds(keys, lambda index: LINEAR, (FULL, LINEAR, *GRANITE_KINDS))
     kinds = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
-    needs_attention(keys, kinds)
+    check_kinds(keys, kinds)
     shared = common.mlp(keys, "shared_intermediate_size")
     feed: MlpSpec | MoeSpec = shared
     if keys.values.get("num_local_experts") != 0:
@@ -90,6 +90,8 @@ def granite_hybrid(keys: ConfigReader) -> ModelConfig:
     )
 
 
-def needs_attention(keys: ConfigReader, kinds: Sequence[str]) -> None:
+def check_kinds(keys: ConfigReader, kinds: Sequence[str]) -> None:
     if FULL not in kinds:
         keys.refuse("layer_types", "at least one layer must have full attention")
+    if LINEAR in kinds:  # transformers also applies this activation to the convolution
+        keys.require("hidden_act", "silu", "silu")

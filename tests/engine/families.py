@@ -226,7 +226,8 @@ QWEN_VISION = {
 MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MULTIMODAL: dict[str, PretrainedConfig] = {
     "gemma3": Gemma3Config(
-        text_config=TEXT | {"sliding_window": 6, "query_pre_attn_scalar": 12},
+        # The soft cap of scores has no effect in transformers.
+        text_config=TEXT | {"sliding_window": 6, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
         vision_config=VISION,
         mm_tokens_per_image=4,
     ),

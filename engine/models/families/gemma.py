@@ -17,11 +17,11 @@ def gemma2(keys: ConfigReader) -> ModelConfig:
 
 
 def gemma3(keys: ConfigReader) -> ModelConfig:
-    """Gemma 3: layers with a window have a separate rotary embedding."""
+    """Gemma 3: layers with a window have a separate rotary embedding. As in transformers, scores have no soft cap."""
     keys.require("use_bidirectional_attention", False, False)
     pattern = keys.size("sliding_window_pattern", 6)
     kinds = common.layer_kinds(keys, lambda index: SLIDING if (index + 1) % pattern else FULL)
-    attention = _attention(keys, rope=None, qk_norm=True, softcap=_cap(keys, "attn_logit_softcapping", 0.0))
+    attention = _attention(keys, rope=None, qk_norm=True)
     ropes = _ropes(keys, attention.head_dim)
     windowed = common.windowed(attention, kinds, keys.size("sliding_window", 4096))
     layers = [replace(one, rope=ropes[kind]) for one, kind in zip(windowed, kinds, strict=True)]

@@ -10,8 +10,8 @@ from scheduler.request import Request
 class Drafter(Protocol):
     """Guesses the next tokens of requests. A wrong guess costs time, but does not change the generated tokens.
 
-    The scheduler calls `find` for each decode of a step, chooses how many tokens to guess, allocates blocks for these
-    tokens, and calls `draft` once.
+    The scheduler calls `find` for each decode of a step after which its request may continue. It then chooses how many
+    tokens to guess, allocates blocks for these tokens, and calls `draft` once.
     """
 
     pass_s: float = 0.0  # seconds that `draft` takes for each token of the longest guess in a step

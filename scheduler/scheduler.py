@@ -360,9 +360,9 @@ class Scheduler:
             request = slice_.request
             if not slice_.is_decode or slice_.end > len(request.tokens) or request.send_kv or not request.speculates:
                 continue
-            if not self._can_return(slice_):
-                continue
             limit = min(speculation.num_tokens, request.remaining_tokens)
+            if not limit or not self._can_return(slice_):  # with 0, the request ends
+                continue
             slices.append(slice_)
             found = speculation.drafter.find(request, limit)
             candidates.append(DraftCandidate(request.drafts.acceptance, found, slice_.end))

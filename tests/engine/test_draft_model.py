@@ -141,6 +141,17 @@ def test_a_long_text_is_caught_up_in_pieces_before_the_first_guess() -> None:
     assert drafter.pass_s > 0
 
 
+def test_a_pooled_request_does_not_end_the_guesses_for_other_requests() -> None:
+    model = model_of(PLAIN)
+    node = Node(model, StepLimits(max_num_batched_tokens=8), 6, 4)
+    drafter, sampling = drafting(node, model), replace(GREEDY, pooling="mean")
+    # The last chunk has one token, as a decode has.
+    run_together([Request("r", list(range(9)), 9, 1, sampling=sampling, needs_prompt_logprobs=True)], node)
+    assert not drafter.has_failed
+    run_together(requests_of(0, False, [GREEDY]), node)
+    assert node.scheduler.counters.accepted_tokens > 0
+
+
 def test_a_failing_draft_model_ends_only_the_guesses() -> None:
     model = model_of(PLAIN, PLAIN)
     node = Node(model, StepLimits(), 6, 4)

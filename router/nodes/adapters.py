@@ -23,9 +23,9 @@ POLL_S = 0.1
 class AdapterSync:
     """Loads and unloads adapters at run time, on every node of a pool.
 
-    While this router runs, nodes that join later get the loaded adapters too. All methods run on the router's event
-    loop. `num_requests` maps each adapter's digest to the number of requests in progress that use the adapter. These
-    requests continue when the adapter is unloaded.
+    While this router runs, nodes that join later get the loaded adapters too, unless another router has unloaded them.
+    All methods run on the router's event loop. `num_requests` maps each adapter's digest to the number of requests in
+    progress that use the adapter. These requests continue when the adapter is unloaded.
     """
 
     def __init__(self, pool: NodePool, num_requests: Mapping[str, int]) -> None:
@@ -79,15 +79,35 @@ class AdapterSync:
             await asyncio.gather(*(self._set(each, name) for each in nodes))
 
     async def _follow(self) -> None:
-        """Load and unload adapters on nodes that join."""
+        """Load and unload adapters on nodes that join, and adopt the changes of other routers."""
+        seen: dict[str, Mapping[str, str]] = {}  # the last known adapters of each node, by incarnation
         while True:
-            for connection in self._pool.connections.values():
+            nodes = list(self._pool.connections.values())
+            for connection in nodes:
                 if connection.is_ready:
-                    for name in self._directories.keys() - connection.info.adapters.keys():
-                        self._tasks.start(self._catch_up(connection, name))
-                    for name in self._pool.unloaded & connection.info.adapters.keys():
-                        self._tasks.start(self._unload_unused(name, connection.info.adapters[name]))
+                    self._compare(connection, seen.get(connection.info.incarnation_id))
+            now = {each.info.incarnation_id: each.info.adapters for each in nodes if each.is_ready}
+            known = {each.info.incarnation_id for each in nodes}
+            seen = {name: adapters for name, adapters in seen.items() if name in known} | now
             await self._pool.change()
+
+    def _compare(self, connection: NodeConnection, before: Mapping[str, str] | None) -> None:
+        """Compare a node's adapters with those that this router has loaded and unloaded.
+
+        `before` has the node's adapters at the last call, or is None at the first call. If an adapter has disappeared
+        or appeared since then, another router has unloaded or loaded it, and that change stays."""
+        now = connection.info.adapters
+        for name in self._directories.keys() - now.keys():
+            if name in (before or ()):
+                del self._directories[name]
+            else:
+                self._tasks.start(self._catch_up(connection, name))
+        for name in self._pool.unloaded & now.keys():
+            if before is not None and name not in before and (connection.info.id, name) not in self._changing:
+                self._pool.unloaded.discard(name)
+                self._pool.adapters[name] = now[name]
+            else:
+                self._tasks.start(self._unload_unused(name, now[name]))
 
     async def _catch_up(self, connection: NodeConnection, name: str) -> None:
         if error := await self._set(connection, name, self._directories.get(name, "")):

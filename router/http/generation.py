@@ -15,6 +15,7 @@ from router.observer import RouterObserver
 from router.text.grammar_check import GrammarChecker
 from router.text.images import ImageReader
 from router.text.tokenizer import Tokenizer
+from shared.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,15 @@ class GenerationService:
         """Return the digests of the LoRA adapters, by name. An adapter with the model's own name is not served."""
         return {name: digest for name, digest in self.dispatcher.adapters().items() if name != self.model.name}
 
+    def adapter_of(self, body: Body) -> str:
+        """Return the digest of the LoRA adapter that a request names, or "" if it names none. Raises RequestError if
+        the adapter was unloaded since the request arrived."""
+        if not body.model or body.model == self.model.name:
+            return ""
+        if (digest := self.adapters().get(body.model)) is None:
+            raise RequestError("The model was unloaded.", "model", "model_not_found", 404)
+        return digest
+
     def model_names(self) -> list[str]:
         """Return the names that a request can give as its model: the model's own name and the names of LoRA
         adapters."""
@@ -69,7 +79,7 @@ class GenerationService:
         deadline: float | None = None,
     ) -> list[GenerationRequest]:
         """Return a request for each prompt of the body. Raises RequestError."""
-        adapter = self.adapters().get(body.model or "", "")
+        adapter = self.adapter_of(body)
         return await build_requests(
             body,
             self.model,

@@ -249,7 +249,7 @@ class PoolingApi:
         """Return the vector of each prompt. Raises RequestError or UnavailableError if any prompt fails."""
         reply.name(name)
         reply.log_fields = {"prompts": len(prompts), "prompt_tokens": sum(map(len, prompts))}
-        identity, adapter = reply.identity, self._generation.adapters().get(body.model or "", "")
+        identity, adapter = reply.identity, self._generation.adapter_of(body)
         sampling = SamplingParams(0.0, pooling=self._rule.kind, allowed_tokens=pack_ids(self._rule.tokens))
         slots = asyncio.Semaphore(max(1, min(AT_ONCE, AT_ONCE_TOKENS // max(map(len, prompts)))))
 

@@ -276,7 +276,7 @@ class ResponseRuns:
                             await self._adopt(name, owner)
                         except (RequestError, ValueError) as error:  # another version of Baton may have stored it
                             log.warning("cannot continue response %s: %s", name, error)
-                            text = "The response cannot be continued by this version."
+                            text = "The response cannot be continued: its model was unloaded, or Baton was updated."
                             await self.store.end(name, TokenDelta(name, error=text))
             await asyncio.sleep(LEASE_S / 4)
 
@@ -290,6 +290,8 @@ class ResponseRuns:
         run_id = f"{response_id}-{token_hex(4)}"
         body, identity = body_of(stored), Identity(stored.tenant, stored.is_admin)
         body.seed = stored.seed
+        if body.model and body.model not in self._models.names():
+            await self._models.learn_adapters()
         build = self._models.of(body.model).build
         _, request = await fit(body, items_of(stored.context), lambda chat: build(chat, run_id, identity))
         request.prompt, request.max_tokens, request.is_accepted = unpack_ids(stored.prompt), stored.max_tokens, True

@@ -13,11 +13,15 @@ import pytest
 
 from dashboard.history import RequestHistory
 from dashboard.routes import Dashboard
+from router.http.asgi import ANONYMOUS
+from router.http.bodies import CompletionBody
+from router.http.generation import GenerationService
 from router.http.responses import dump, dump_in_parts, prompt_logprobs
+from router.metrics.request_metrics import RequestMetrics
 from router.observer import RouterObserver
 from router.text.tokenizer import Tokenizer
 from shared.clock import now_ns
-from shared.errors import UnavailableError
+from shared.errors import RequestError, UnavailableError
 from tests.router.bad_requests import post
 from tests.router.scripted import EOS, MODEL, ScriptedDispatcher, app_of, serving
 
@@ -426,6 +430,17 @@ async def test_a_name_is_unknown_only_when_the_adapters_are_known(client, dispat
     assert (await client.post("/v1/completions", json={"model": "poems", "prompt": "x"})).status_code == 200
     dispatcher.known_adapters, dispatcher.new_adapters = {}, {"songs": "digest"}
     assert [(await client.get(f"/v1/models/{name}")).status_code for name in ("songs", "verses")] == [200, 404]
+
+
+async def test_a_request_never_uses_the_base_model_instead_of_an_unloaded_adapter(dispatcher, byte_level):
+    service = GenerationService(dispatcher, byte_level, MODEL, RouterObserver(), RequestMetrics("tiny"))
+    body = CompletionBody(model="poems", prompt="x")
+    dispatcher.known_adapters = {"poems": "digest"}
+    (request,) = await service.build(body, "r", ANONYMOUS)
+    assert request.adapter == "digest"
+    dispatcher.known_adapters = {}  # it is unloaded after the body was validated
+    with pytest.raises(RequestError, match="unloaded"):
+        await service.build(body, "r", ANONYMOUS)
 
 
 async def test_an_unknown_path_or_method_is_an_error_that_names_what_exists(client):

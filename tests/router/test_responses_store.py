@@ -293,10 +293,22 @@ async def test_without_a_store_the_error_names_the_flag(client, hermes):
 # ---- several routers -------------------------------------------------------------------------------------------------
 
 
+class HeldStore(RedisStore):
+    """A store from which nothing is taken over until the test allows it."""
+
+    def __init__(self, url: str, cluster: str) -> None:
+        super().__init__(url, cluster)
+        self.may_adopt = asyncio.Event()
+
+    async def adopt(self, owner: str, limit: int) -> list[str]:
+        await self.may_adopt.wait()
+        return await super().adopt(owner, limit)
+
+
 async def test_another_router_takes_over_and_the_first_cannot_add_anything(client, hermes, redis_server):
     url = f"redis://127.0.0.1:{redis_server.port}"
     text = "one two three four five six seven"
-    first, dispatcher = await client(hermes, text, responses_store=RedisStore(url, "test"))
+    first, dispatcher = await client(hermes, text, responses_store=HeldStore(url, "test"))
     dispatcher.hangs_after, dispatcher.version = 4, ModelVersion("weights", "build")
     response = await first.responses.create(**HELLO, background=True, temperature=0.5)
     await dispatcher.hanging.acquire()
@@ -322,6 +334,23 @@ async def test_another_router_takes_over_and_the_first_cannot_add_anything(clien
     assert await wait_until(lambda: dispatcher.answers[0].closed == 1, WAIT_S), "the first router stops"
     whole = [event async for event in await first.responses.retrieve(response.id, stream=True)]
     assert whole == events
+
+
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "unloaded"])
+async def test_a_response_that_is_taken_over_keeps_its_adapter_or_fails(client, hermes, redis_server, is_loaded):
+    """A router that has just started learns the adapters from its nodes. It never uses the base model instead."""
+    url = f"redis://127.0.0.1:{redis_server.port}"
+    async with connecting() as connect:
+        own, dispatcher = await connect(hermes, "one two three", responses_store=RedisStore(url, "test"))
+        dispatcher.hangs_after, dispatcher.known_adapters = 2, {"sql": "digest"}
+        response = await own.responses.create(model="sql", input="Hello?", background=True)
+        await dispatcher.hanging.acquire()
+    store = HeldStore(url, "test")
+    other, taker = await client(hermes, "one two three", responses_store=store)
+    taker.new_adapters = {"sql": "digest"} if is_loaded else {}
+    store.may_adopt.set()
+    assert (await finished(other, response.id)).status == ("completed" if is_loaded else "failed")
+    assert [answer.request.adapter for answer in taker.answers] == ["digest"] * is_loaded
 
 
 class LateStore(RedisStore):

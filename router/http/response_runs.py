@@ -149,8 +149,14 @@ class ResponseRuns:
         await self.store.close()
 
     async def create(self, stored: StoredResponse, request: GenerationRequest, *, is_background: bool) -> None:
-        """Store a response and start to generate it."""
-        await self.store.create(stored, self._owner)
+        """Store a response and start to generate it. If this fails or is cancelled, the client never gets the id, so
+        the response is cancelled if the store creates it nevertheless."""
+        creating = asyncio.ensure_future(self.store.create(stored, self._owner))
+        try:
+            await asyncio.shield(creating)
+        except BaseException:
+            self._group.start(self._cancel_created(creating, stored.id))
+            raise
         self._start(ResponseRun(stored, request, (), self._owner, is_background))
 
     async def cancel(self, response_id: str) -> None:
@@ -163,6 +169,10 @@ class ResponseRuns:
     def abandon(self, response_id: str) -> None:
         """Cancel a response whose client is gone, as soon as the store answers."""
         self._group.start(_patiently(lambda: self.cancel(response_id)))
+
+    async def _cancel_created(self, creating: asyncio.Future[None], response_id: str) -> None:
+        await asyncio.gather(creating, return_exceptions=True)
+        await _patiently(lambda: self.cancel(response_id))
 
     async def replay(self, stored: StoredResponse) -> Replay:
         """Return a replay that has processed the response's whole log."""

@@ -193,6 +193,41 @@ async def test_a_client_that_leaves_cancels_its_response(client, hermes, make_st
     assert dispatcher.answers[0].closed == 1
 
 
+class SlowStore(RedisStore):
+    """A store that creates responses only when the test allows it, even if the caller has been cancelled by then."""
+
+    def __init__(self, url: str, cluster: str) -> None:
+        super().__init__(url, cluster)
+        self.asked = asyncio.Queue[str]()
+        self.may_create, self.has_created = asyncio.Event(), asyncio.Event()
+
+    async def create(self, response: StoredResponse, owner: str) -> None:
+        self.asked.put_nowait(response.id)
+        await asyncio.shield(self._create_late(response, owner))
+
+    async def _create_late(self, response: StoredResponse, owner: str) -> None:
+        await self.may_create.wait()
+        await super().create(response, owner)
+        self.has_created.set()
+
+
+async def test_a_client_that_leaves_before_its_response_is_stored_cancels_it(client, hermes, redis_server):
+    store = SlowStore(f"redis://127.0.0.1:{redis_server.port}", "test")
+    own, dispatcher = await client(hermes, ANSWER, responses_store=store)
+    asked = asyncio.create_task(own.responses.create(**HELLO))
+    response_id = await store.asked.get()
+    asked.cancel()
+    async with httpx.AsyncClient() as http, asyncio.timeout(WAIT_S):
+        while True:
+            if not (await http.get(str(own.base_url.join("/load")))).json()["server_load"]:
+                break
+            await asyncio.sleep(0.05)
+    store.may_create.set()
+    await store.has_created.wait()
+    assert (await finished(own, response_id)).status == "cancelled"
+    assert dispatcher.answers == [], "nothing is generated for a client that is gone"
+
+
 async def test_failures_are_statuses_or_stored(client, hermes, make_store):
     own, dispatcher = await client(hermes, "abc " * 30, responses_store=make_store())
     dispatcher.refuses = UnavailableError("full", status=429)

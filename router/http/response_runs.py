@@ -32,6 +32,7 @@ log = logging.getLogger("baton.responses")
 Result = TypeVar("Result")
 # If the store does not answer, a call is repeated every STORE_PAUSE_S seconds, for up to STORE_PATIENCE_S seconds.
 STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0
+TAKEN_AT_ONCE = 16  # responses that are taken over before the store is asked for more
 
 
 @dataclass(slots=True)
@@ -120,8 +121,8 @@ class ResponseRuns:
     """The stored responses that this router generates.
 
     The handlers of the Responses API call `create`, `follow` and `cancel`; the router calls `open` and `close`. If the
-    store is shared, a task renews the leases of this router's runs, and takes over responses whose router died. All
-    methods run on the router's event loop. After `close`, other routers may take over unfinished responses.
+    store is shared, one task renews the leases of this router's runs, and another takes over responses whose router
+    died. All methods run on the router's event loop. After `close`, other routers may take over unfinished responses.
     """
 
     def __init__(self, models: ServedModels, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
@@ -139,7 +140,8 @@ class ResponseRuns:
 
     def open(self) -> None:
         if self.store.is_shared:
-            self._group.start(self._watch())
+            self._group.start(self._renew())
+            self._group.start(self._take_over())
 
     async def close(self) -> None:
         owners = dict(self._owners)
@@ -271,24 +273,33 @@ class ResponseRuns:
         if (news := self._news.pop(response_id, None)) is not None:
             news.set()
 
-    async def _watch(self) -> None:
-        """Renew the leases, and take over responses whose lease has expired."""
+    async def _renew(self) -> None:
+        """Renew the leases of this router's runs, and stop the runs that have lost their leases."""
         while True:
             with suppress(UnavailableError):  # try again later; the runs also wait for the store
                 for name in await self.store.renew(self._owners):
                     if (task := self._tasks.get(name)) is not None:
                         task.cancel()
-                free = self._slots.limit - self._slots.used
-                if free > 0 and any(each.dispatcher.ready() for each in self._models.services):
+            await asyncio.sleep(LEASE_S / 4)
+
+    async def _take_over(self) -> None:
+        """Take over responses whose lease has expired, a few at a time, because their leases are renewed only once they
+        run."""
+        while True:
+            names: list[str] = []
+            limit = min(TAKEN_AT_ONCE, self._slots.limit - self._slots.used)
+            with suppress(UnavailableError):
+                if limit > 0 and any(each.dispatcher.ready() for each in self._models.services):
                     owner = f"{self._owner}-{token_hex(4)}"
-                    for name in await self.store.adopt(owner, free):
+                    names = await self.store.adopt(owner, limit)
+                    for name in names:
                         try:
                             await self._adopt(name, owner)
                         except (RequestError, ValueError) as error:  # another version of Baton may have stored it
                             log.warning("cannot continue response %s: %s", name, error)
                             text = "The response cannot be continued: its model was unloaded, or Baton was updated."
                             await self.store.end(name, TokenDelta(name, error=text))
-            await asyncio.sleep(LEASE_S / 4)
+            await asyncio.sleep(0 if len(names) == TAKEN_AT_ONCE else LEASE_S / 4)
 
     async def _adopt(self, response_id: str, owner: str) -> None:
         stored = await self.store.get(response_id)

@@ -500,3 +500,33 @@ async def test_memory_is_bounded_and_responses_under_way_stay():
     assert 1 in kept
     assert 5 <= len(kept) <= 8
     assert kept[1:] == list(range(12 - len(kept) + 1, 12)), "the oldest are dropped"
+
+
+class BusyStore(MemoryStore):
+    """A store with an expired lease. The record of its response never arrives."""
+
+    is_shared = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.num_renewals = asyncio.Event(), 0
+
+    async def adopt(self, owner: str, limit: int) -> list[str]:
+        return ["resp_1"]
+
+    async def get(self, response_id: str) -> StoredResponse | None:
+        self.is_asked.set()
+        await asyncio.Event().wait()
+        return None
+
+    async def renew(self, owners: Any) -> list[str]:
+        self.num_renewals += 1
+        return []
+
+
+async def test_leases_are_renewed_while_responses_are_taken_over(client, hermes):
+    store = BusyStore()
+    await client(hermes, ANSWER, responses_store=store)
+    await store.is_asked.wait()
+    before = store.num_renewals
+    assert await wait_until(lambda: store.num_renewals >= before + 2, WAIT_S)

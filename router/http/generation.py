@@ -100,18 +100,20 @@ class GenerationService:
 
     @asynccontextmanager
     async def deltas(
-        self, output: RequestOutput, reply: ResponseWriter | None = None
+        self, output: RequestOutput, reply: ResponseWriter | None = None, *, is_new: bool = True
     ) -> AsyncIterator[AsyncGenerator[Output, None]]:
         """Generate the output, and provide its text as it arrives. Count the tokens for the client's tenant, and add
-        the output's fields to the access log of the reply."""
+        the output's fields to the access log of the reply. `is_new` is false for all outputs of an HTTP request except
+        the first, so that the request is counted once."""
         try:
             async with output.open(self.dispatcher) as deltas:
                 yield deltas
         finally:
             if reply is not None:
                 reply.log_fields = output.log_fields()
-            used = (output.num_prompt_tokens, output.num_cached, output.num_generated)
-            self.metrics.used(output.prompts[0].request.tenant, *used)
+            num_prompt = 0 if output.is_refused else output.num_prompt_tokens
+            used = (num_prompt, output.num_cached, output.num_generated)
+            self.metrics.used(output.prompts[0].request.tenant, *used, num_requests=int(is_new))
 
 
 class ServedModels:

@@ -183,6 +183,7 @@ class RequestOutput:
         ]
         self.num_prompt_tokens = sum(len(request.prompt) for request in requests)
         self.num_generated = 0  # tokens that were yielded to the handler
+        self.is_refused = False  # the request was refused before any node received it
         self._metrics = metrics
         self._observer = observer
         self._arrived = arrived
@@ -230,7 +231,8 @@ class RequestOutput:
                     yield outputs
         except Exception as error:
             failure = error
-            outcome = "refused" if all(is_refusal(error, prompt.request) for prompt in self.prompts) else "error"
+            self.is_refused = all(is_refusal(error, prompt.request) for prompt in self.prompts)
+            outcome = "refused" if self.is_refused else "error"
             raise
         finally:
             for choice in list(self._open.values()):

@@ -267,7 +267,7 @@ class PoolingApi:
                 deadline=reply.deadline,
             )
             async with slots:
-                return await self._vector(request, reply.arrived)
+                return await self._vector(request, reply.arrived, is_new=number == 0)
 
         tasks = [asyncio.create_task(compute(*each)) for each in enumerate(prompts)]
         try:
@@ -277,9 +277,9 @@ class PoolingApi:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _vector(self, request: GenerationRequest, arrived: float) -> "array[float]":
+    async def _vector(self, request: GenerationRequest, arrived: float, *, is_new: bool) -> "array[float]":
         output, vector = self._generation.output(ONE_TOKEN, request.id, [request], arrived), array("f")
-        async with self._generation.deltas(output) as deltas:
+        async with self._generation.deltas(output, is_new=is_new) as deltas:
             async for _, delta in deltas:
                 vector.frombytes(delta.vector)
         if not vector:

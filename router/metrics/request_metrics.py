@@ -265,11 +265,11 @@ class RequestMetrics(Collector):
         pace.last = now
         pace.num_tokens += count
 
-    def used(self, tenant: str, num_prompt: int, num_cached: int, num_generated: int) -> None:
-        """Record the tokens that a request of a tenant used. `tenant` is "" for a client without a key."""
+    def used(self, tenant: str, num_prompt: int, num_cached: int, num_generated: int, num_requests: int = 1) -> None:
+        """Record the tokens and requests of a tenant. `tenant` is "" for a client without a key."""
         if tenant:
-            amounts = {"requests": 1, "prompt": num_prompt, "cached": num_cached, "generation": num_generated}
-            for what, amount in amounts.items():
+            amounts = {"prompt": num_prompt, "cached": num_cached, "generation": num_generated}
+            for what, amount in [("requests", num_requests), *amounts.items()]:
                 self._counts[f"tenant_{what}", tenant] += amount
 
     def refused(self) -> None:

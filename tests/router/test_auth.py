@@ -6,6 +6,7 @@ import logging
 import re
 import resource
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from starlette.routing import Route
 from cluster.cli import main
 from compare.main import command_line
 from dashboard.routes import Dashboard
+from router.dispatch.requests import PoolingRule
 from router.http.asgi import ANONYMOUS, Identity, deadline_of
 from router.http.auth import NO_KEY_NEEDED, ApiKeys
 from router.http.bodies import CompletionBody, parse_body
 from router.http.parsing import build_requests, cache_namespace
 from shared.config.settings import RouterSettings, resolve
-from shared.errors import ConfigError, RequestError
+from shared.errors import ConfigError, RequestError, UnavailableError
 from tests.router.scripted import MODEL, ScriptedDispatcher, app_of
 
 ACME, OTHER, ADMIN = "key-of-acme", "key-of-other", "key-of-admin"
@@ -373,6 +375,22 @@ async def test_the_access_log_and_the_metrics_name_the_tenant(client: httpx.Asyn
     assert 'baton_tenant_requests_total{model_name="tiny",tenant="acme"} 2.0' in text
     assert 'baton_tenant_generation_tokens_total{model_name="tiny",tenant="other"} 3.0' in text
     assert "baton_requests_without_key_total 0.0" in text
+
+
+async def test_usage_has_each_request_once_and_no_tokens_of_refused_requests(file: Path, byte_level: Any) -> None:
+    dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 2])
+    dispatcher.vector = bytes(8)
+    model = replace(MODEL, pooling=PoolingRule("last"))
+    app = app_of(dispatcher, byte_level, model, keys=ApiKeys(str(file)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        embedded = {"input": [[1, 2], [3, 4, 5]]}
+        assert (await client.post("/v1/embeddings", json=embedded, headers=bearer(ACME))).status_code == 200
+        dispatcher.refuses = UnavailableError("full", status=429)
+        refused = {"prompt": [1] * 9}
+        assert (await client.post("/v1/completions", json=refused, headers=bearer(ACME))).status_code == 429
+        text = (await client.get("/metrics", headers=bearer(ADMIN))).text
+    assert 'baton_tenant_requests_total{model_name="tiny",tenant="acme"} 2.0' in text
+    assert 'baton_tenant_prompt_tokens_total{model_name="tiny",tenant="acme"} 5.0' in text
 
 
 # ---- deadlines ---------------------------------------------------------------------------------------------------------

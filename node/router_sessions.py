@@ -93,6 +93,9 @@ def _messages(deltas: list[TokenDelta]) -> Iterator[list[TokenDelta]]:
     message, num_logprobs = list[TokenDelta](), 0
     for delta in deltas:
         while len(delta.prompt_logprobs) > MAX_LOGPROBS_SENT:
+            if message:  # it may have earlier logprobs of the same prompt
+                yield message
+                message, num_logprobs = [], 0
             yield [TokenDelta(delta.id, delta.position, prompt_logprobs=delta.prompt_logprobs[:MAX_LOGPROBS_SENT])]
             del delta.prompt_logprobs[:MAX_LOGPROBS_SENT]
         count = len(delta.logprobs) + len(delta.prompt_logprobs)

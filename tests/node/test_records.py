@@ -195,6 +195,19 @@ async def test_logprobs_are_divided_into_messages_that_the_router_decodes() -> N
     assert [delta.id for delta in decoded if delta.id != "a"] == [str(number) for number in range(40)]
 
 
+async def test_logprobs_of_a_prompt_stay_in_order_when_they_are_divided() -> None:
+    """Two chunks of a prompt wait to be sent, and the second one has more logprobs than a message."""
+    entries = [Logprobs(number, -1.0, 1) for number in range(3000 + 5000)]
+    stream, line = RouterStream(), RouterLine()
+    stream.deltas += [TokenDelta("a", prompt_logprobs=chunk) for chunk in (entries[:3000], entries[3000:])]
+    stream.deltas.append(TokenDelta("b"))
+    stream.wake.set()
+    writer = asyncio.ensure_future(stream.write(line))
+    assert await wait_until(lambda: bool(line.deltas) and line.deltas[-1].id == "b", 60.0)
+    writer.cancel()
+    assert [entry.token for delta in line.deltas for entry in delta.prompt_logprobs] == list(range(len(entries)))
+
+
 async def test_records_reach_a_router_that_is_sent_tokens_without_pause() -> None:
     class Busy(RouterLine):
         async def send_message(self, update: NodeUpdate) -> None:

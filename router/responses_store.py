@@ -11,6 +11,7 @@ There are two implementations: `MemoryStore` for one router, and `RedisStore`, w
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -27,6 +28,7 @@ LEASE_S = 3.0
 TIMEOUT_S = 5.0  # timeout of a Redis command; a shorter timeout would make requests fail on a busy machine
 RETENTION_S = 30 * 24 * 3600  # as in OpenAI's API
 MAX_BYTES = 256 << 20  # limit of MemoryStore; older responses are dropped
+UNREAD_S = 5.0  # MemoryStore keeps a response for this time after its end, so that its client can read it
 POLL_S = 0.05  # how often a router reads a log for its client while another router generates the response
 CANCELLED = "cancelled"  # the error in the last delta of a response that was cancelled
 
@@ -88,18 +90,24 @@ class _Entry:
     response: StoredResponse
     log: list[TokenDelta] = field(default_factory=list)
     owner: str = ""  # "" if the log has ended
+    ended_at: float = 0.0  # monotonic time
     size: int = 0
 
 
 class MemoryStore(ResponsesStore):
-    """Keeps responses in the memory of one router. When they take more than MAX_BYTES, the store drops the oldest ended
-    responses."""
+    """Keeps responses in the memory of one router. When they take more than MAX_BYTES, the store drops the oldest
+    responses that ended more than UNREAD_S seconds ago. If that is not enough, it refuses new responses."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._size = 0
 
     async def create(self, response: StoredResponse, owner: str) -> None:
+        self._grow(0)
+        if self._size > MAX_BYTES:
+            text = "The store of responses is full; try again soon, or set `store` to false."
+            raise UnavailableError(text, code="store")
         size = 4096 + len(response.body) + len(response.context) + len(response.prompt)
         self._entries[response.id] = _Entry(response, owner=owner, size=size)
         self._grow(size)
@@ -141,7 +149,8 @@ class MemoryStore(ResponsesStore):
 
     def _add(self, entry: _Entry, delta: TokenDelta, *, ends: bool) -> None:
         entry.log.append(delta)
-        entry.owner = "" if ends else entry.owner
+        if ends:
+            entry.owner, entry.ended_at = "", self._clock()
         size = 256 + len(delta.tokens) + sum(200 + 80 * len(each.top_tokens) for each in delta.logprobs)
         entry.size += size
         self._grow(size)
@@ -150,7 +159,8 @@ class MemoryStore(ResponsesStore):
         self._size += size
         if self._size <= MAX_BYTES:
             return
-        for name in [name for name, entry in self._entries.items() if not entry.owner]:
+        last = self._clock() - UNREAD_S
+        for name in [name for name, entry in self._entries.items() if not entry.owner and entry.ended_at < last]:
             self._size -= self._entries.pop(name).size
             if self._size <= MAX_BYTES:
                 return

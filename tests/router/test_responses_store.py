@@ -1,6 +1,7 @@
 """Test stored responses, in both stores: how they are read, resumed, continued, cancelled, deleted and taken over."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
@@ -12,6 +13,7 @@ import openai
 import pytest
 import redis
 
+from router import responses_store
 from router.http.auth import ApiKeys
 from router.nodes.connection import ModelVersion
 from router.responses_store import CANCELLED, MAX_BYTES, MemoryStore, RedisStore, ResponsesStore, StoredResponse
@@ -487,8 +489,19 @@ async def test_a_response_that_just_ended_is_not_taken_over(redis_server):
     await asyncio.gather(first.close(), second.close())
 
 
+async def test_a_full_store_keeps_a_response_until_its_client_has_read_it(client, hermes, monkeypatch):
+    monkeypatch.setattr(responses_store, "MAX_BYTES", 1)
+    own, _ = await client(hermes, SAID, responses_store=MemoryStore())
+    response = await own.responses.create(**HELLO)
+    assert (response.status, response.output_text) == ("completed", SAID)
+    with pytest.raises(openai.InternalServerError, match="full") as refused:
+        await own.responses.create(**HELLO)
+    assert refused.value.status_code == 503
+
+
 async def test_memory_is_bounded_and_responses_under_way_stay():
-    store = MemoryStore()
+    now = itertools.count(step=responses_store.UNREAD_S)
+    store = MemoryStore(lambda: next(now))
     size = MAX_BYTES // 8
     for number in range(12):
         response = stored(str(number))

@@ -189,7 +189,9 @@ class Dispatcher:
             admitted.end(sample, "finished")
             raise
         except Exception as error:
-            admitted.end(sample, _outcome(error, admitted.request))
+            admitted.end(sample, outcome := _outcome(error, admitted.request))
+            if outcome == "refused":  # no node has received any sample
+                admitted.close(outcome)
             raise
         finally:
             if sample.index == 0:

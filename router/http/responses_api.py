@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -38,6 +39,7 @@ named_parameters = partial(renamed_parameters, PARAMS, images="input", schema="p
 PATH = "/v1/responses/{id}"
 RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 MAX_LIMIT = 100
+ENDINGS = {f"response.{status}" for status in ("completed", "incomplete", "failed", "cancelled")}
 NEEDS_STORE = "needs a store of responses; start the router with --responses-store"
 
 
@@ -127,9 +129,11 @@ class ResponsesApi:
         if body.background and not body.stream:
             await reply.json(await runs.snapshot(stored))
             return
+        last: dict[str, Any] = {}
         try:
             async with aclosing(runs.follow(stored)) as groups:
                 async for events in groups:
+                    last = events[-1] if events else last  # a delta may have no events, while its text is held back
                     if (error := runs.errors.pop(stored.id, None)) is not None and events[0]["sequence_number"] == 0:
                         await runs.store.delete(stored.id)  # the client never got the id
                         raise error
@@ -141,10 +145,12 @@ class ResponsesApi:
             raise
         finally:
             runs.errors.pop(stored.id, None)
+        if last.get("type") not in ENDINGS:
+            raise RequestError("The response was deleted.", code="response_not_found", status=404)
         if body.stream:
             await reply.end()
         else:
-            await reply.json(await runs.snapshot(stored))
+            await reply.json(last["response"])
 
     async def get(self, request: Request) -> Response:
         """Handle GET /v1/responses/{id}. With `stream`, send the events after event number `starting_after`."""

@@ -184,6 +184,16 @@ async def test_a_deleted_response_stops(client, hermes, make_store):
     assert await wait_until(lambda: dispatcher.answers[0].closed == 1, WAIT_S)
 
 
+async def test_the_client_of_a_deleted_response_gets_an_error(client, hermes):
+    own, dispatcher = await client(hermes, "abc " * 30, responses_store=MemoryStore())
+    dispatcher.hangs_after = 5
+    answer = asyncio.create_task(own.responses.create(**HELLO))
+    await dispatcher.hanging.acquire()
+    await own.responses.delete(dispatcher.answers[0].request.id.partition("-")[0])
+    with pytest.raises(openai.NotFoundError, match="was deleted"):
+        await answer
+
+
 async def test_a_client_that_leaves_cancels_its_response(client, hermes, make_store):
     own, dispatcher = await client(hermes, "abc " * 30, responses_store=make_store())
     dispatcher.hangs_after = 5

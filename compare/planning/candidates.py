@@ -35,6 +35,7 @@ LEAST_S = 1e-9  # minimum estimate of a prompt's or an answer's GPU time, becaus
 TYPICAL_BATCH = 64  # estimates assume at most this many decodes in a step
 DEFAULT_TRAFFIC = "chat"
 PLACES = ("live", "emulated")  # values of --validate
+VARIED = {"policy": "--policies", "max_num_batched_tokens": "--budgets"}  # settings in which candidates differ
 Latencies = NDArray[np.float64]
 Lengths = tuple[float, float]  # factors for the lengths of prompts and for the lengths of answers
 SAME: Lengths = (1.0, 1.0)
@@ -43,10 +44,10 @@ SAME: Lengths = (1.0, 1.0)
 def candidates(options: PlanOptions) -> list[str]:
     """Return the arms to try: co-located nodes with each policy and budget, and every split into prefill and decode
     nodes, with each budget for the prefill nodes."""
-    gpus, budgets = options.gpus, options.budgets
+    gpus, budgets = options.gpus, list(dict.fromkeys(options.budgets))
     found = [
         f"colocated:{gpus}@{'' if policy == 'stall_free' else policy + ','}max_num_batched_tokens={budget}"
-        for policy in options.policies
+        for policy in dict.fromkeys(options.policies)
         for budget in budgets
     ]
     splits = [f"disaggregated:{prefill}p{gpus - prefill}d" for prefill in range(1, gpus)]
@@ -197,17 +198,7 @@ def miss_counts(simulations: Simulations, arm: str, rate: float, count: int, slo
 
 def prepare(options: PlanOptions) -> Simulations:
     """Return the simulations of the plan's traffic. Raises ConfigError, which names the flag."""
-    if options.trace and options.preset:
-        raise ConfigError("--trace and --preset: give only one of them")
-    if options.trace_format != "auto" and not options.trace:
-        raise ConfigError("--trace-format: has no effect without --trace; give --trace, or leave out --trace-format")
-    if options.preset and options.preset not in PRESET_NAMES:
-        raise ConfigError(f"--preset {options.preset}: must be {', '.join(PRESET_NAMES)}")
-    if options.gpus < 2:
-        raise ConfigError(f"--gpus {options.gpus}: there is nothing to split; give 2 or more")
-    if options.validate and options.validate not in PLACES:
-        raise ConfigError(f"--validate {options.validate}: must be {' or '.join(PLACES)}")
-    check_finite(options)
+    _check_choices(options)
     try:
         device = load_emulation(options.cost)
     except ValueError as error:
@@ -228,6 +219,24 @@ def prepare(options: PlanOptions) -> Simulations:
             remedy = "give a larger num_blocks"
         raise ConfigError(f"a request has {longest:.0f} tokens, but a node holds the KV of {held}: {remedy}")
     return simulations
+
+
+def _check_choices(options: PlanOptions) -> None:
+    check_finite(options)
+    if options.trace and options.preset:
+        raise ConfigError("--trace and --preset: give only one of them")
+    if options.trace_format != "auto" and not options.trace:
+        raise ConfigError("--trace-format: has no effect without --trace; give --trace, or leave out --trace-format")
+    if options.preset and options.preset not in PRESET_NAMES:
+        raise ConfigError(f"--preset {options.preset}: must be {', '.join(PRESET_NAMES)}")
+    if options.gpus < 2:
+        raise ConfigError(f"--gpus {options.gpus}: there is nothing to split; give 2 or more")
+    if options.validate and options.validate not in PLACES:
+        raise ConfigError(f"--validate {options.validate}: must be {' or '.join(PLACES)}")
+    if options.model and not options.validate:
+        raise ConfigError("--model: has no effect without --validate; give --validate, or leave out --model")
+    if varied := [name for name in VARIED if name in parse_settings("--set", ",".join(options.set))]:
+        raise ConfigError(f"--set {varied[0]}: the plan tries several values; give {VARIED[varied[0]]} instead")
 
 
 def traffic_options(options: PlanOptions) -> CompareOptions:

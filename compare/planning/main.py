@@ -33,6 +33,10 @@ def run_plan(options: PlanOptions) -> int:
     for arm in arms:
         simulations.plan(arm)  # raises ConfigError for a wrong setting
     out = options.out or Path(time.strftime("baton-plan-%Y%m%d-%H%M%S"))
+    try:
+        (out / "kubernetes").mkdir(parents=True, exist_ok=True)  # before the search, which takes minutes
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from None
     slo = slo_of(options)
     with PlanSearch(options, slo, simulations.request_s(slo)[2], say) as search:
         result = asyncio.run(_search(search, arms, simulations))
@@ -71,7 +75,6 @@ async def _search(search: PlanSearch, arms: Sequence[str], simulations: Simulati
 
 def _write(out: Path, plan: Document, say: Any) -> None:
     try:
-        (out / "kubernetes").mkdir(parents=True, exist_ok=True)
         (out / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
         (out / "plan.html").write_text(page_of(plan))
         (out / "compose.override.yml").write_text(plan["compose"])

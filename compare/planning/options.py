@@ -24,11 +24,13 @@ class PlanOptions:
     attainment: float = flag("SHARE", 0.9, "Share of the requests that must meet both limits.", min=0.01, max=0.999)
     price: float = flag("DOLLARS", 0.0, "Price of a GPU per hour, to show the cost of tokens.", min=0.0)
     policies: list[str] = flag("POLICY", ["stall_free", "prefill_first"], "Policies of co-located nodes; repeatable.")
-    budgets: list[int] = flag("TOKENS", [256, 512, 2048, 8192], "Values of max_num_batched_tokens; repeatable.", min=1)
+    budgets: list[int] = flag(
+        "TOKENS", [256, 512, 2048, 8192], "Values of max_num_batched_tokens; repeatable.", min=1, max=1 << 20
+    )
     set: list[str] = flag("SETTING=VALUE", [], "A setting of all nodes, such as max_num_seqs=128; repeatable.")
     seeds: int = flag("NUMBER", 5, "Number of seeds for the best candidates.", min=2, max=20)
     requests: int = flag("NUMBER", 800, "Minimum requests of each run of the best candidates.", min=100, max=100_000)
-    workers: int = flag("NUMBER", 0, "Number of processes that simulate. Default: one per CPU.", min=0)
+    workers: int = flag("NUMBER", 0, "Number of processes that simulate. Default: one per CPU.", min=0, max=1024)
     validate: str = flag("PLACE", "", "Afterwards, measure the two best candidates: live or emulated.")
     model: str = flag("MODEL", "", "With --validate: the model, whose tokenizer is used. Default: the demo's.")
     out: Path | None = flag("DIRECTORY", None, "Directory of the plan. Default: baton-plan-TIME.")

@@ -31,9 +31,9 @@ def cluster_plan(arm: Arm, device: Emulation) -> ClusterPlan:
     """Return the cluster of an arm. Raises ConfigError if a setting is not simulated."""
     settings: ArmSettings = resolve(ArmSettings, arm.settings, {})[0]
     if settings.kv_channel == "pool":
-        raise ConfigError(f"--arms {arm.name}: kv_channel=pool is not simulated; use --on emulated")
+        raise ConfigError(f"{arm.name}: kv_channel=pool is not simulated; use `baton compare --on emulated`")
     if settings.speculative_config:
-        raise ConfigError(f"--arms {arm.name}: speculative_config is not simulated; use --on live")
+        raise ConfigError(f"{arm.name}: speculative_config is not simulated; use `baton compare --on live`")
     return ClusterPlan(arm.prefill, arm.decode, settings, settings, device)
 
 

@@ -14,7 +14,7 @@ from compare.arms import parse_arm
 from compare.endpoint import EndpointError
 from compare.load.outcome import LatencySlo
 from compare.load.traffic import Arrival, Traffic
-from compare.planning.candidates import Run, Simulations, miss_counts, prepare
+from compare.planning.candidates import Run, Simulations, candidates, miss_counts, prepare
 from compare.planning.deployment import compose_override
 from compare.planning.main import add_validation, run_plan
 from compare.planning.options import PlanOptions
@@ -60,7 +60,13 @@ def trace(path: Path, prompt: int, answer: int) -> Path:
         (["--policies", "lucky"], "--policies lucky: must be stall_free"),
         (["--validate", "mars"], "--validate mars: must be live or emulated"),
         (["--set", "max_num_seqs=many"], "--set: --max-num-seqs 'many': must be a whole number"),
-        (["--set", "speculative_config=ngram"], "speculative_config is not simulated"),
+        (["--set", "speculative_config=ngram"], "baton plan: colocated:1: speculative_config is not simulated"),
+        (["--set", "policy=static"], "--set policy: the plan tries several values; give --policies instead"),
+        (["--set", "max-num-batched-tokens=64"], "--set max_num_batched_tokens: the plan tries several values; give"),
+        (["--model", "nowhere"], "--model: has no effect without --validate; give --validate, or leave out --model"),
+        (["--budgets", "9999999"], "Invalid value for '--budgets'"),
+        (["--workers", "3000000000"], "Invalid value for '--workers'"),
+        (["--out", "t.jsonl"], "--out t.jsonl: Not a directory"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -80,6 +86,12 @@ def test_options_that_make_no_sense_are_refused(
     assert line.startswith("baton plan: ")
     assert complaint in line
     assert set(Path().iterdir()) == before
+
+
+def test_a_value_that_is_given_twice_is_tried_once() -> None:
+    once = PlanOptions(budgets=[512, 256], policies=["stall_free"])
+    twice = PlanOptions(budgets=[512, 256, 512], policies=["stall_free", "stall_free"])
+    assert candidates(twice) == candidates(once)
 
 
 @pytest.mark.parametrize(("prompt", "answer", "better"), [(4000, 4, "2p1d"), (100, 60, "1p2d")])

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -117,7 +117,7 @@ class PlaySettings:
     heartbeat_s: float = 0.5
     disaggregate: str = "always"
     ttft_slo_ms: float = 0.0
-    max_queue_s: float = 600.0  # requests wait instead of being refused, so that the page shows the queue
+    max_queue_s: float = inf  # requests wait instead of being refused, so that the page shows the queue
     max_queued_tokens: int = 1 << 40
 
 

@@ -101,6 +101,15 @@ def test_limits_name_settings() -> None:
     assert set(LIMITS) <= {each.name for each in fields(PlayQuery)}
 
 
+def test_no_request_is_refused_or_given_up() -> None:
+    """The last prompts wait for over ten minutes, and still get an answer."""
+    load = {"prompt": 32768, "answer": 1, "rate": 1000, "requests": 120}
+    found = simulate({"device": "h200-qwen3-32b", "budget": 16384, **load})
+    assert {row["error"] for row in found["requests"]} == {""}
+    assert found["figures"]["late"] == found["figures"]["counted"] == 108
+    assert found["figures"]["ttft_ms"]["p99"] > 600_000
+
+
 def test_a_pasted_trace_replaces_the_traffic() -> None:
     rows = [{"t": n / 4, "prompt_len": 100 + n, "max_tokens": 5 + n} for n in range(20)]
     found = simulate({"trace": "\n".join(map(json.dumps, rows)), "requests": 15})

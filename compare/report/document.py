@@ -204,7 +204,7 @@ def report_of(experiment: Experiment, findings: Findings, on: str, command: str)
         "valid": not problems,
         "problems": problems,
         "notes": caveats(figures) + tuning_notes(experiment, causes),
-        "traffic": traffic_notes(experiment),
+        "traffic": traffic_notes(experiment) | {"laps": _laps(experiment, findings)},
         "slo": asdict(experiment.slo) | {"attainment": experiment.attainment},
         "on": on,
         "arms": [arm.document() for arm in findings.arms],
@@ -431,6 +431,12 @@ def traffic_notes(experiment: Experiment) -> Document:
     }
 
 
+def _laps(experiment: Experiment, findings: Findings) -> int:
+    """Return the maximum number of passes over the trace in a period."""
+    keys = {period.trial.traffic for period in findings.periods} or {(experiment.seeds[0], None)}
+    return max(int(experiment.traffic(*key).notes["laps"]) for key in keys)
+
+
 def conditions(figures: Figures) -> str:
     """Return the conditions of the verdict: devices, traffic and SLO."""
     experiment, notes = figures.experiment, traffic_notes(figures.experiment)
@@ -495,17 +501,21 @@ def _too_few(figures: Figures) -> list[str]:
 
 
 def _unbounded(figures: Figures) -> list[str]:
-    """Return a problem for each arm whose capacity is known only as a bound, or depends on a single seed."""
+    """Return a problem for each arm whose capacity is known only as a bound, also if the bound is only that of the
+    seeds that all arms have, or of these seeds without one."""
     problems = []
+    paired = paired_points(figures.findings.points)
     for arm, found in figures.findings.capacities.items():
         if found.bounded == "above":
             problems.append(f"{arm} sustains at least {found.rate:.3g} req/s, the highest measured rate")
         elif found.bounded == "below":
             problems.append(f"{arm} sustains less than {found.rate:.3g} req/s, the lowest measured rate")
-        elif (row := figures.capacities.get(arm)) and None in row:
+        elif len(row := figures.capacities.get(arm, [])) > 1 and None in row:
+            crosses = capacity_of(paired[arm], figures.experiment.attainment).bounded == "yes"
+            cause, left_out = ("a single seed", "that seed") if crosses else ("seeds that other arms lack", "these")
             problems.append(
-                f"the capacity of {arm}, about {found.rate:.3g} req/s, depends on a single seed: without that seed, it"
-                " lies beyond the measured rates; give more --seeds or a longer --duration"
+                f"the capacity of {arm}, about {found.rate:.3g} req/s, depends on {cause}: without {left_out}, it lies"
+                " beyond the measured rates; give more --seeds or a longer --duration"
             )
     return problems
 

@@ -34,6 +34,7 @@ function facts() {
     ["SLO", `${limits} for ${percent(slo.attainment)} of requests`],
     ["Runs", `${plural(runs.length, "run")}, ${plural(seeds, "seed")}, ${report.on}`],
     ["Created", report.created],
+    ...(traffic.laps > 1 ? [["Trace", `repeated: a row is used up to ${figure(traffic.laps)} times in a run`]] : []),
     ["Prompts changed", `${figure(traffic.cut)} cut short, ${figure(traffic.refused)} left out`],
   ];
 }

@@ -20,7 +20,7 @@ NUM, STARTED_NS = 40, 1_700_000_000_000_000_000
 
 def experiment(*, num_seeds: int = 4, first_rate: float | None = None) -> Experiment:
     arrivals = tuple(Arrival(0.1 * index, (1, 2, 3), 3) for index in range(NUM))
-    notes = {"name": "made", "rate": 10.0, "duration_s": 4.0, "scale_tokens": 1.0, "cut": 0, "refused": 0}
+    notes = {"name": "made", "rate": 10.0, "duration_s": 4.0, "scale_tokens": 1.0, "cut": 0, "refused": 0, "laps": 1}
     traffic = Traffic(arrivals, notes)
     seeds = tuple(range(1, num_seeds + 1))
     return Experiment(

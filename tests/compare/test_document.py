@@ -234,6 +234,23 @@ def test_a_capacity_that_depends_on_one_seed_has_no_verdict():
     assert "depends on a single seed" in report["verdict"]["sentence"]
 
 
+def test_a_capacity_that_the_paired_seeds_do_not_have_has_no_verdict():
+    """One arm reaches its capacity only with seeds that the other arm lacks."""
+    made = experiment(first_rate=10.0)
+    high, low, other = [0.99, 0.99, 0.95], [0.92, 0.4, 0.2], [0.99, 0.9, 0.5]
+    found = searched(made, {"colocated:2": [high] * 3 + [low] * 2, "disaggregated:1p1d": [other] * 3})
+    (problem,) = report_of(made, found, "live", "x")["problems"]
+    assert problem.startswith("the capacity of colocated:2, about")
+    assert "depends on seeds that other arms lack: without these, it lies beyond the measured rates" in problem
+
+
+def test_a_report_states_how_often_the_trace_was_repeated():
+    made, found = session()
+    traffic = made.traffic(1, None)
+    repeated = replace(made, traffic=lambda seed, rate: replace(traffic, notes=traffic.notes | {"laps": seed}))
+    assert report_of(repeated, found, "live", "x")["traffic"]["laps"] == 4
+
+
 def test_a_search_that_ends_before_all_seeds_have_run_is_noted():
     made = experiment(first_rate=10.0)
     rows = [[0.99, 0.9, 0.5]] * 4

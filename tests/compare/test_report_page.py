@@ -122,7 +122,9 @@ def test_a_report_without_a_verdict_names_facts_answers_and_runs(opened: Callabl
     report["runs"][1].update(valid=False, problems=["decode-1 died"], window_s=None, metrics={}, kv=None)
     report["runs"][2].update(overloaded=True, metrics={"attainment": 0.2, "ttft_p99_ms": None})
     report["worst"][0].update(spans=[], accepted_ms=None, first_token_ms=None, finish=None)
+    report["traffic"]["laps"] = 3
     page = opened(report)
+    assert "repeated: a row is used up to 3 times in a run" in page.locator(".facts").inner_text()
     assert "Not comparable The arms differ in undeclared facts: dtype." in page.locator(".banner").inner_text()
     assert page.locator(".sentence").count() == 0
     assert "Why" not in page.locator("#verdict").inner_text()

@@ -17,8 +17,9 @@ from compare.planning.options import PlanOptions
 from compare.planning.search import Measured, SearchResult
 from compare.report.terminal import BOUNDS, show_table
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, balanced, capacity_of, influences, paired_capacities
-from compare.stats.statistics import MIN_PERCENT, TOO_CLOSE, student
-from compare.stats.verdict import CAPACITY, Ranking, rank
+from compare.stats.measures import percentile
+from compare.stats.statistics import MIN_PERCENT, TOO_CLOSE, Runs, student
+from compare.stats.verdict import CAPACITY, rank
 
 SCHEMA = "baton.plan/1"
 SHOWN = 2000  # number of requests whose lengths are shown
@@ -32,7 +33,7 @@ RunsByArm = Mapping[str, Mapping[tuple[float, int], Run]]
 def document(options: PlanOptions, simulations: Simulations, result: SearchResult) -> Document:
     """Return the plan."""
     slo, found = slo_of(options), result.found
-    ranking = rank(CAPACITY, paired_capacities({one.arm: one.points for one in found}, options.attainment))
+    runs = paired_capacities({one.arm: one.points for one in found}, options.attainment)
     rows = simulations.rows(0)[:SHOWN]
     cells, lengths = winners(result.varied, slo, options.attainment), winners_by_lengths(result, simulations)
     return {
@@ -51,7 +52,7 @@ def document(options: PlanOptions, simulations: Simulations, result: SearchResul
             for arm, score in sorted(result.scores.items(), key=lambda item: item[1], reverse=True)
         ],
         "splits": splits(result, simulations, options.attainment),
-        "recommendation": recommendation(found, ranking, options),
+        "recommendation": recommendation(found, runs, options),
         "winners": cells,
         "lengths": lengths,
         "flips": flips(found[0], cells) + flips(found[0], lengths),
@@ -75,7 +76,7 @@ def finalist(one: Measured, options: PlanOptions, simulations: Simulations, caus
         "command": " ".join(["baton up", *simulations.arm(one.arm).flags()]),
         "capacity_rps": {
             "mean": found.rate,
-            "low": interval and interval.low,
+            "low": interval and interval.low and max(0.0, interval.low),
             "high": interval and interval.high,
             "bounded": found.bounded,
         },
@@ -87,42 +88,46 @@ def finalist(one: Measured, options: PlanOptions, simulations: Simulations, caus
 
 
 def _latencies(runs: Sequence[Run]) -> Document:
-    """Return percentiles of the latencies of all requests that these runs finished, or {} if they finished none."""
+    """Return percentiles of the latencies of all requests of these runs, or {} if there are no runs. The latencies of
+    failed requests count as infinite, and an infinite percentile is None."""
     rows = {"ttft": [run.ttft_ms for run in runs], "tbt_p99": [run.tbt_ms for run in runs]}
-    values = {name: np.concatenate(parts) for name, parts in rows.items() if parts}
-    finite = {name: each[np.isfinite(each)] for name, each in values.items()}
-    return {
-        name: {f"p{q}": float(np.percentile(each, q)) for q in (50, 90, 99)}
-        for name, each in finite.items()
-        if each.size
-    }
+    values = {name: np.concatenate(parts).tolist() for name, parts in rows.items() if parts}
+    return {name: {f"p{q}": percentile(each, q, scale=1) for q in (50, 90, 99)} for name, each in values.items()}
 
 
 # ---- the answer ----------------------------------------------------------------------------------------------------
 
 
-def recommendation(found: Sequence[Measured], ranking: Ranking | None, options: PlanOptions) -> str:
-    """Return the recommendation in one or two sentences."""
-    best, limits = found[0], f"within the SLO for {options.attainment:.0%} of the requests"
+def recommendation(found: Sequence[Measured], runs: Runs, options: PlanOptions) -> str:
+    """Return the recommendation in one or two sentences. `runs` has the finalists' `paired_capacities`."""
+    best, ranking, limits = (
+        found[0],
+        rank(CAPACITY, runs),
+        f"within the SLO for {options.attainment:.0%} of the requests",
+    )
     if all(point.attainment < options.attainment for one in found for point in one.points):
         return "No candidate meets the SLO at any rate that was tried: give a looser SLO, or a faster GPU or model."
-    about = f"{best.arm} carries about {best.capacity.rate:.3g} req/s"
-    if ranking is None or best.arm not in [ranking.best, *(other.arm for other in ranking.others)]:
-        return f"No recommendation: {about}, but with an unknown interval; give more --seeds or --requests."
     rates = {one.arm: one.capacity.rate for one in found}
+    unknown = " and ".join(
+        f"{arm} (about {rates[arm]:.3g} req/s)" for arm, row in runs.items() if not row or None in row
+    )
+    if ranking is None or best.arm not in [ranking.best, *(other.arm for other in ranking.others)]:
+        about = f"{best.arm} carries about {best.capacity.rate:.3g} req/s"
+        return f"No recommendation: {about}, but the interval of {unknown} is unknown; give more --seeds or --requests."
+    more = f" The interval of {unknown} is unknown." if unknown else ""
     if ranking.close:
         *first, last = [
             f"{arm} ({rates[arm]:.1f} req/s)" for arm in (ranking.best, *(each.arm for each in ranking.close))
         ]
-        return f"{TOO_CLOSE.capitalize()}: {', '.join(first)} and {last} {limits}."
+        return f"{TOO_CLOSE.capitalize()}: {', '.join(first)} and {last} {limits}.{more}"
     other = next((one for one in found if one.is_split != best.is_split), found[1] if len(found) > 1 else best)
     row = next((each for each in ranking.others if each.arm == other.arm), None)
     text = f"Use {ranking.best}: it carries {rates[ranking.best]:.1f} req/s {limits}"
     if row is None or row.percent is None or row.percent_low is None or row.percent_high is None:
-        return text + "."
+        return f"{text}.{more}"
     base = rates[other.arm] / rates[ranking.best]
     lead, low, high = (-value / base for value in (row.percent, row.percent_high, row.percent_low))
-    return f"{text}, {lead:.0f} % more than {other.arm} [{low:+.0f}, {high:+.0f}]."
+    return f"{text}, {lead:.0f} % more than {other.arm} [{low:+.0f}, {high:+.0f}].{more}"
 
 
 def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Document]:
@@ -209,6 +214,7 @@ def flips(best: Measured, cells: Sequence[Document]) -> list[str]:
 
 # ---- the terminal --------------------------------------------------------------------------------------------------
 
+COST_BOUNDS = {"above": "<= ", "below": "> "}  # signs for a cost that follows from such a capacity
 HEADINGS = ["finalist", "req/s", "95 %", "TTFT ms p50", "p99", "TBT p99 ms p50", "p99", "per 1M tokens", "main miss"]
 
 
@@ -227,13 +233,11 @@ def cells_of(one: Document) -> list[str]:
     found, latencies = one["capacity_rps"], one["latencies_ms"]
     bound = BOUNDS.get(found["bounded"], "")
     interval = "-" if found["low"] is None or found["high"] is None else f"{found['low']:.1f} to {found['high']:.1f}"
-    times = [
-        f"{latencies[name][share]:.0f}" if latencies else "-"
-        for name in ("ttft", "tbt_p99")
-        for share in ("p50", "p99")
-    ]
+    shown = [latencies[name][share] for name in latencies for share in ("p50", "p99")] or [None] * 4
+    times = ["-" if value is None else f"{value:.0f}" for value in shown]
     dollars = one["dollars_per_million_tokens"]
-    cost = f"{one['gpu_s_per_million_tokens']:.0f} GPU-s" if dollars is None else f"${dollars:.3f}"
+    cost = COST_BOUNDS.get(found["bounded"], "")
+    cost += f"{one['gpu_s_per_million_tokens']:.0f} GPU-s" if dollars is None else f"${dollars:.3f}"
     total = sum(one["miss_causes"].values())
     top = next(iter(one["miss_causes"]), None)
     cause = "-" if top is None else f"{top} ({one['miss_causes'][top] / total:.0%})"

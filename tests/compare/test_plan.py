@@ -23,7 +23,6 @@ from compare.planning.search import Measured, kept
 from compare.planning.validation import simulated, validate
 from compare.run.session import Experiment, Findings
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, capacity_of, paired_capacities
-from compare.stats.verdict import CAPACITY, rank
 from engine.emulation import COSTS
 from tests.command_line import refusal
 
@@ -227,8 +226,25 @@ def measured(arm: str, rates: list[float]) -> Measured:
 )
 def test_the_recommendation_says_when_it_is_too_close_to_call(rates: list[float], says: str) -> None:
     found = [measured(ONE, [10.0, 10.1, 10.0, 10.2]), measured(SPLIT, rates)]
-    ranking = rank(CAPACITY, paired_capacities({one.arm: one.points for one in found}, 0.9))
-    assert recommendation(found, ranking, PlanOptions()).startswith(says)
+    runs = paired_capacities({one.arm: one.points for one in found}, 0.9)
+    assert recommendation(found, runs, PlanOptions()).startswith(says)
+
+
+def test_the_recommendation_names_the_candidates_with_unknown_intervals() -> None:
+    """Without the seed with a low capacity, that of the second candidate lies beyond the measured rates."""
+    found = [measured(ONE, [10.0, 10.1, 10.0]), measured(SPLIT, [12.5, 12.4, 4.0])]
+    runs = paired_capacities({one.arm: one.points for one in found}, 0.9)
+    unknown = f"{SPLIT} (about {found[1].capacity.rate:.3g} req/s)"
+    assert recommendation(found, runs, PlanOptions()) == (
+        f"No recommendation: {ONE} carries about 10 req/s, but the interval of {unknown} is unknown; give more --seeds"
+        " or --requests."
+    )
+    third = measured("disaggregated:1p2d", [8.5, 8.6, 8.4])
+    found = [found[0], third, found[1]]
+    runs = paired_capacities({one.arm: one.points for one in found}, 0.9)
+    text = recommendation(found, runs, PlanOptions())
+    assert text.startswith(f"Use {ONE}: ")
+    assert text.endswith(f"The interval of {unknown} is unknown.")
 
 
 def test_limits_under_which_the_other_mode_wins_are_named() -> None:
@@ -258,12 +274,29 @@ def test_estimates_accept_costs_without_a_part(cost: dict[str, float], tmp_path:
     assert one.split_for(SPLIT, slo, (2.0, 1.0)) == SPLIT
 
 
+def test_the_interval_of_a_capacity_has_no_negative_rates() -> None:
+    row = finalist(measured(ONE, [8.1, 11.9]), PlanOptions(), simulations(), {})["capacity_rps"]
+    assert row["low"] == 0 < row["mean"] < row["high"]
+
+
+def test_failed_requests_count_in_the_percentiles_of_a_finalist() -> None:
+    """Of 100 requests, two were refused, so the 99th percentile has no value."""
+    latencies = np.array([10.0] * 98 + [np.inf] * 2)
+    point = CapacityPoint(1.0, 0, 0.98)
+    found = Measured(ONE, capacity_of([point], 0.9), [point], {(1.0, 0): Run(latencies, latencies)})
+    row = finalist(found, PlanOptions(), simulations(), {})
+    assert row["latencies_ms"]["ttft"] == {"p50": 10, "p90": 10, "p99": None}
+    assert cells_of(row)[1] == ">= 1.0"
+    assert cells_of(row)[3:7] == ["10", "-", "10", "-"]
+    assert cells_of(row)[7].startswith("<= ")
+
+
 def test_a_finalist_without_finished_requests_has_no_latencies() -> None:
     one, failed = simulations(), np.full(10, np.inf)
     point = CapacityPoint(1.0, 0, 0.0)
     found = Measured(ONE, capacity_of([point], 0.9), [point], {(1.0, 0): Run(failed, failed)})
     row = finalist(found, PlanOptions(), one, {})
-    assert row["latencies_ms"] == {}
+    assert set(row["latencies_ms"]["ttft"].values()) == {None}
     assert cells_of(row)[3:7] == ["-"] * 4
 
 

@@ -112,6 +112,7 @@ def prepare(
     launches = {} if options.url or options.on == "sim" else _launches(options, all_arms, str(model))
     tokenizer = _tokenizer(model) if model else None
     vocabulary, limit = vocabulary_of(model, tokenizer) if model and tokenizer else (PromptVocabulary(WORDS_ONLY), 0)
+    limit = _device(options).kv_tokens if _simulates_other_model(options) else limit
     seeds = tuple(range(1, options.seeds + 1))
     encode = None if tokenizer is None else lambda text: list(tokenizer.encode(text).ids)
     slo = LatencySlo(options.ttft_slo_ms, options.tbt_slo_ms)
@@ -152,8 +153,7 @@ def prepare(
     ]
     keeps_all = bool(options.url or options.engines) or fit_together(all_arms, str(model))
     # The number of running processes per core, including this session.
-    load = (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))
-    slowdown = min(max(1.0, load), MAX_SLOWDOWN)
+    slowdown = min(max(1.0, (1 + os.getloadavg()[0]) / len(os.sched_getaffinity(0))), MAX_SLOWDOWN)
     plan = experiment.plan(options.duration, keeps_all=keeps_all, slowdown=slowdown)
     return experiment, Deployments(stacks, keeps_all=keeps_all), plan
 
@@ -214,6 +214,11 @@ def _model_of(options: CompareOptions) -> Path | None:
         raise ConfigError(f"--model: {error}") from None
 
 
+def _simulates_other_model(options: CompareOptions) -> bool:
+    """Return whether the simulated model is not that of `_model_of`, whose limits then do not matter."""
+    return options.on == "sim" and not options.model
+
+
 def context_limit(options: CompareOptions) -> int:
     """Return the model's maximum context, or 0 if it is unknown. Raises ConfigError."""
     model = _model_of(options)
@@ -224,7 +229,7 @@ def vocab_size(options: CompareOptions) -> int:
     """Return the size of the model's vocabulary, or 0 if it is unknown. Raises ConfigError."""
     model = _model_of(options)
     with suppress(ConfigError):
-        return read_limits(model)[1] if model else 0
+        return read_limits(model)[1] if model and not _simulates_other_model(options) else 0
     return 0
 
 

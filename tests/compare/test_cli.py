@@ -1,6 +1,7 @@
 """Test that `baton compare` rejects bad input: it prints one line on stderr, exits with status 2 and starts nothing."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from compare.main import prepare
 from compare.options import CompareOptions
 from compare.report.terminal import row_of, show
 from compare.run.session import Experiment
+from shared.errors import ConfigError
 from shared.model_files import DEMO_MODEL
 from tests.command_line import refusal
 from tests.compare.reports import page_report
@@ -138,6 +140,22 @@ def test_a_request_with_one_limit_keeps_the_other_limit_of_the_run():
     options = CompareOptions(on="sim", trace=Path("own.jsonl"), ttft_slo_ms=300.0, tbt_slo_ms=30.0, seeds=1)
     arrivals = prepare(options)[0].traffic(1, None).arrivals
     assert [arrival.slo for arrival in arrivals] == [LatencySlo(90, 30), LatencySlo(300, 7), LatencySlo(0, 30, "max")]
+
+
+def test_a_simulation_has_no_limits_of_the_demo_model():
+    """The cost file describes a model with a larger vocabulary and a longer context."""
+    line = {"t": 0, "max_tokens": 4}
+    rows = line | {"prompt_len": 50_000}, line | {"prompt": [128_000]}
+    Path("own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = CompareOptions(on="sim", trace=Path("own.jsonl"), seeds=1)
+    first, second = prepare(options)[0].traffic(1, None).arrivals
+    assert len(first.prompt) == 50_000
+    assert second.prompt == (128_000,)
+    with pytest.raises(ConfigError, match="give token ids of the model, which are from 0"):
+        prepare(replace(options, model=str(DEMO_MODEL)))
+    Path("own.jsonl").write_text(json.dumps(line | {"prompt_len": 900_000}))
+    with pytest.raises(ConfigError, match="exceed the model's 880000 tokens"):
+        prepare(options)
 
 
 def test_notes_are_printed_with_the_verdict(capsys: pytest.CaptureFixture[str]):

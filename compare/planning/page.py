@@ -14,7 +14,9 @@ td:first-child, th { text-align: left; white-space: nowrap; } td.text { text-ali
 .bar { display: inline-block; height: .7em; background: var(--decode); } .split .bar { background: var(--prefill); }
 td.split { background: var(--prefill); color: var(--on-prefill); }
 td.one { background: var(--decode); color: var(--on-decode); }
+@media (max-width: 40rem) { td:first-child { min-width: 8rem; white-space: normal; overflow-wrap: anywhere; } }
 """
+SCROLLABLE = '<div class="wide" tabindex="0" role="region" aria-label="table">'  # arrow keys scroll it
 THEMES = "@media (prefers-color-scheme: dark) { :root { %s } }"
 
 
@@ -34,8 +36,8 @@ def page_of(plan: Document) -> str:
         f"<h1>Plan for {plan['gpus']} GPUs</h1>",
         f"<p>{escape(plan['device'])}; {escape(traffic['name'])}: {lengths}; {goal}.</p>",
         f"<p><strong>{escape(plan['recommendation'])}</strong></p>",
-        f"<p>Start it with <code>{escape(plan['finalists'][0]['command'])}</code>, with compose.override.yml, "
-        "or with the component in kubernetes/.</p>",
+        f"<p>Start the first finalist with <code>{escape(plan['finalists'][0]['command'])}</code>, with "
+        "compose.override.yml, or with the component in kubernetes/.</p>",
         "<h2>Finalists</h2>",
         _table(HEADINGS, [list(map(escape, cells_of(one))) for one in plan["finalists"]]),
         "<h2>Why requests miss the SLO</h2><p>At the capacity of the best candidate, by main cause:</p>",
@@ -43,8 +45,8 @@ def page_of(plan: Document) -> str:
         "<h2>Where the answer flips</h2>",
         *(f"<p>{escape(text)}</p>" for text in flips),
         "<p>For each pair of limits: the arm that carries at least 3 % more requests/s in each of a few coarse runs, "
-        "and how many it carries. The arms are the best one of each mode. Orange: disaggregated; blue: co-located; "
-        "plain: neither.</p>",
+        "and how many it carries. The arms are the best one of each mode. Orange: disaggregated, with the split; blue: "
+        "co-located; plain: neither.</p>",
         _map(plan["winners"], ("ttft_ms", "TTFT {:.4g} ms"), ("tbt_ms", "TBT {:.3g} ms")),
         *_lengths(plan["lengths"]),
         "<h2>Capacity by the number of prefill nodes</h2><p>The best candidate of each split. The capacities of "
@@ -68,7 +70,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = ""
     for *cells, last in rows:  # the last column contains text or bars, not numbers
         body += "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + f'<td class="text">{last}</td></tr>'
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"{SCROLLABLE}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _causes(one: Document) -> str:
@@ -115,15 +117,16 @@ def _map(cells: Sequence[Document], row: tuple[str, str], column: tuple[str, str
         own = {cell[across]: cell for cell in cells if cell[key] == value}
         filled = (_cell(own[at]) if at in own else "<td></td>" for at in columns)
         rows += f'<tr><th scope="row">{text.format(value)}</th>' + "".join(filled) + "</tr>"
-    return f'<div class="wide"><table><thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return f"{SCROLLABLE}<table><thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
 
 
 def _cell(cell: Document) -> str:
     best = max(cell["capacity_rps"].values())
     if not cell["winner"]:
         return f"<td>{best:.3g}</td>"
-    kind = "split" if cell["winner"].startswith("disaggregated") else "one"
-    return f'<td class="{kind}" title="{escape(cell["winner"])}">{best:.3g}</td>'
+    mode, _, nodes = cell["winner"].partition("@")[0].partition(":")
+    kind, label = ("split", nodes) if mode == "disaggregated" else ("one", "co-located")
+    return f'<td class="{kind}" title="{escape(cell["winner"])}">{best:.3g} {label}</td>'
 
 
 def _validation(plan: Document) -> list[str]:

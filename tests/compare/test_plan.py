@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,10 @@ def test_the_ratio_follows_the_traffic(
     page = (tmp_path / "out" / "plan.html").read_text()
     assert "<script" not in page
     assert all(each["arm"] in page for each in plan["candidates"])
+    assert page.count('<div class="wide" tabindex="0"') == page.count("<table>"), "a keyboard can scroll each table"
+    cells = re.findall(r'<td class="(?:split|one)" title="([^"]+)">[^ ]+ ([^<]+)</td>', page)
+    assert len(cells) == sum(bool(cell["winner"]) for cell in plan["winners"] + plan["lengths"]) > 0
+    assert all(label in arm or (label == "co-located" and "colocated" in arm) for arm, label in cells)
 
 
 def simulations(**options: Any) -> Simulations:

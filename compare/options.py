@@ -56,7 +56,7 @@ class CompareOptions:
     preset: str = flag("NAME", "", f"Traffic: chat, code, rag-long, agentic or mix. Default: {DEFAULT_PRESET}.")
     scale_tokens: float | None = flag("FACTOR", None, "Factor for all token counts. Default: 0.5 for presets, else 1.")
     rate: float | None = flag("RATE", None, "Requests per second. Default: 4 for presets, else the times of the trace.")
-    burstiness: float = flag("SHAPE", 1.0, "For random arrival times: 1 is Poisson, less is burstier.")
+    burstiness: float = flag("SHAPE", 1.0, "For random arrival times: 1 is Poisson, less is burstier.", min=0.01)
     find_capacity: bool = flag("", False, "Search for each arm's highest rate within the SLO.", "--find-capacity")
     start: float = flag("SECONDS", 0.0, "Seconds of the trace to skip, without --rate.", min=0.0)
     duration: float = flag("SECONDS", 20.0, "Seconds of traffic in each period.", min=1.0)

@@ -20,6 +20,7 @@ from compare.options import DEFAULT_PRESET, CompareOptions
 from shared.errors import ConfigError
 
 TIMES, LENGTHS = 1, 2  # seeds of two streams of random numbers
+MOST_REQUESTS = 1_000_000  # maximum number of requests of a period, because all are drawn before it begins
 OPEN_SESSIONS = 64  # at most this many sessions can be continued; a new session replaces the oldest
 
 
@@ -137,6 +138,11 @@ class TrafficSource:
         for name, value in (*flags, ("--scale-tokens", self._scale)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} {value}: must be over 0")
+        if rate is not None and rate * options.duration > MOST_REQUESTS:
+            raise ConfigError(
+                f"{rate:g} requests/s for {options.duration:g} s: a period has at most {MOST_REQUESTS} requests; give a"
+                " lower --rate or a shorter --duration"
+            )
         fitted, num_cut, laps = self.rows(seed, rate)
         kept = [(index, row) for index, row in enumerate(fitted) if row is not None]
         arrivals = tuple(_arrival(row, index, seed, self._vocabulary) for index, row in kept)

@@ -40,6 +40,8 @@ def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--too-long", "no"], "--too-long no: must be error, cut or drop"),
         (["--rate", "3", "--find-capacity"], "--rate and --find-capacity: give only one of them"),
         (["--rate", "0"], "--rate 0.0: must be over 0"),
+        (["--rate", "1e8"], "1e+08 requests/s for 20 s: a period has at most 1000000 requests; give a lower --rate"),
+        (["--rate", "4", "--burstiness", "1e-9"], "Invalid value for '--burstiness'"),
         (["--tbt-slo-ms", "inf"], "--tbt-slo-ms inf: must be a number of at most 1e+09"),
         (["--timeout", "inf"], "--timeout inf: must be a number of at most 1e+09"),
         (["--trace", "t.csv", "--preset", "chat"], "--trace and --preset: give only one of them"),

@@ -88,6 +88,10 @@ def test_rows_have_the_times_of_the_simulated_clients(nodes: dict[str, int]) -> 
         ({"trace": "hello"}, "trace: its first line matches no known format"),
         ({"trace": '{"t": 0, "prompt_len": -5, "max_tokens": 3}'}, "trace, line 1, read as own: -5 is not a number"),
         ({"trace": '{"t": 0, "prompt_len": 2000000, "max_tokens": 3}'}, "trace: a request has 2000003 tokens"),
+        (
+            {"trace": '{"t": 0, "prompt_len": 5, "max_tokens": 3, "slo": {"ttft_ms": 9}}'},
+            "trace: a row has an slo, but",
+        ),
         ({"prompt": 32768, "requests": 2000, "device": "h200-qwen3-32b"}, "prompt, answer: a request has"),
         ({"requests": 2000, "answer": 4096}, "requests: their answers have over 1000000 tokens"),
     ],

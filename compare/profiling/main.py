@@ -37,6 +37,12 @@ def run_profile(options: ProfileOptions) -> int:
     """Measure steps, or read the records of a running cluster, and write the cost file. Return 0. Raises
     ConfigError."""
     say = partial(print, flush=True)
+    default = ProfileOptions()
+    for name in ("model", "set", "cases", "seconds"):
+        if options.from_url and getattr(options, name) != getattr(default, name):
+            raise ConfigError(f"--{name} and --from: give only one of them")
+    if options.out and options.out.is_dir():
+        raise ConfigError(f"--out {options.out}: is a directory; give a file")
     try:
         found = asyncio.run(from_cluster(options)) if options.from_url else from_grid(options, say)
     except (ValueError, EndpointError) as error:

@@ -84,6 +84,10 @@ def test_a_model_that_mixes_windows_with_full_attention_is_profiled(tmp_path: Pa
     ("arguments", "complaint"),
     [
         (["--model", "./nowhere"], "nowhere"),
+        (["--from", "http://127.0.0.1:9", "--model", TINY], "--model and --from: give only one of them"),
+        (["--from", "http://127.0.0.1:9", "--set", "threads=2"], "--set and --from: give only one of them"),
+        (["--from", "http://127.0.0.1:9", "--seconds", "1"], "--seconds and --from: give only one of them"),
+        (["--out", "demo"], "--out demo: is a directory; give a file"),
         (["--model", "demo/hybrid"], "--model: models with recurrent layers are not profiled"),
         (["--set", "threads=many"], "--set: --threads 'many'"),
         (["--from", "http://127.0.0.1:9"], "nothing answers at http://127.0.0.1:9"),

@@ -263,6 +263,7 @@ class Node:
         if self.rules.shared_pool:
             return Ack("its KV pool is shared with a node of the other role: restart it in that role")
         self.update_info(state="draining")  # set before the first await, so that a concurrent call is refused
+        self.sessions.publish_stats(self.stats())  # as in `drain`, before the first rejection
         drain_s = min(max(message.drain_s, 0.0), MAX_DRAIN_S)
         # Shield the switch, because a caller that disconnects must not leave the node draining.
         return await asyncio.shield(self.tasks.start(self._switch(role, drain_s, announcer, ending)))

@@ -228,6 +228,7 @@ class ProxyNode:
         if info.state != "ready" or self.lost.done():
             return Ack("the node is draining")
         self.info = replace(info, state="draining")  # set before the first await, to refuse a concurrent call
+        self.sessions.publish_stats(self.stats())  # otherwise, routers would take a rejection for a failure
         return await asyncio.shield(self._tasks.start(self._switch(role, min(max(message.drain_s, 0.0), MAX_DRAIN_S))))
 
     async def _switch(self, role: str, drain_s: float) -> Ack:

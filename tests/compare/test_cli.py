@@ -79,7 +79,9 @@ def test_invalid_options_are_refused(arguments: list[str], complaint: str, capsy
 
 
 @pytest.mark.parametrize(
-    "command", [["compare"], ["compare", "--on", "sim"], ["plan", "--validate", "emulated"]], ids=" ".join
+    "command",
+    [["compare"], ["compare", "--on", "sim", "--model", str(DEMO_MODEL)], ["plan", "--validate", "emulated"]],
+    ids=["compare", "sim", "plan"],
 )
 def test_prompts_with_tokens_outside_the_vocabulary_are_refused(command: list[str], capsys: pytest.CaptureFixture[str]):
     rows = [{"t": at_s, "prompt": [5, last], "max_tokens": 4} for at_s, last in enumerate((2047, 2048))]

@@ -58,7 +58,16 @@ def answers_of(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
     return run_together(rows, Node(model, StepLimits(), 6, 4))
 
 
-@pytest.mark.parametrize("layers", [(PLAIN, PLAIN), WINDOWS], ids=["plain", "windows"])
+@pytest.mark.parametrize(
+    ("every_backend", "layers"),
+    [
+        pytest.param("torch", (PLAIN, PLAIN), id="torch-plain"),
+        pytest.param("torch", WINDOWS, id="torch-windows", marks=pytest.mark.exhaustive),  # this takes long
+        pytest.param("numba", (PLAIN, PLAIN), id="numba-plain"),
+        pytest.param("numba", WINDOWS, id="numba-windows"),
+    ],
+    indirect=["every_backend"],
+)
 @settings(max_examples=6)
 @given(
     seed=st.integers(0, 9),

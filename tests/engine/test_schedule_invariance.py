@@ -54,7 +54,16 @@ def run_alone(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
     return [run_together([row], Node(model, StepLimits(), 1, 1))[0] for row in rows]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Torch takes five times as long as numba. The kind "states and windows" has all kinds of layers.
+@pytest.mark.parametrize(
+    ("every_backend", "kind"),
+    [
+        *[("numba", kind) for kind in KINDS],
+        *[pytest.param("torch", kind, marks=pytest.mark.exhaustive) for kind in KINDS if kind != "states and windows"],
+        ("torch", "states and windows"),
+    ],
+    indirect=["every_backend"],
+)
 @settings(max_examples=12)
 @given(
     budget=st.integers(4, 64),

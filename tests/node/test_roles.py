@@ -25,12 +25,15 @@ class RecordingAnnouncer:
     """An announcer that records each announced pair (role, state)."""
 
     infos: list[tuple[str, str]] = field(default_factory=list)
+    waits_for: asyncio.Event | None = None
 
     async def start(self, info: NodeInfo) -> None:
         await self.update(info)
 
     async def update(self, info: NodeInfo) -> None:
         self.infos.append((info.role, info.state))
+        if self.waits_for is not None:
+            await self.waits_for.wait()
 
     async def close(self) -> None:
         """Do nothing."""
@@ -75,6 +78,19 @@ async def test_a_node_announces_that_it_drains_and_then_that_it_is_ready_in_its_
         assert len(here.announcer.infos) == 2, "nothing changed"
         assert await here.set_role("prefill") == Ack()
         assert here.node.role.role is PREFILL
+
+
+async def test_the_state_is_published_before_a_request_is_rejected() -> None:
+    async with stage() as here:
+        answered = here.announcer.waits_for = asyncio.Event()
+        changing = asyncio.ensure_future(here.set_role("decode"))
+        assert await wait_until(lambda: bool(here.announcer.infos), 5.0, interval_s=0.0)
+        here.line.submit(submission("r"))  # before the next heartbeat
+        assert await wait_until(lambda: bool(here.line.errors()), 5.0)
+        rejected = next(index for index, update in enumerate(here.line.updates) if update.deltas)
+        assert "draining" in [update.stats.state for update in here.line.updates[:rejected] if update.stats is not None]
+        answered.set()
+        assert await changing == Ack()
 
 
 async def test_handoffs_reach_the_decode_adapter_while_the_node_has_that_role() -> None:

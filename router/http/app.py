@@ -333,9 +333,10 @@ class JsonEndpoint:
         max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max(each.model.max_model_len for each in services)
         max_body_bytes += self.kind.more_bytes
         max_body_bytes += max(each.images.limits.body_bytes if each.images is not None else 0 for each in services)
-        slots.used += 1
+        tenant = reply.identity.tenant
+        slots.take(tenant)
         try:
-            if slots.used > slots.limit:
+            if slots.is_over_limit(tenant):
                 services[0].metrics.refused()
                 services[0].dispatcher.count_refused()
                 raise UnavailableError("Too many requests are in progress; try again soon.", status=429)
@@ -347,7 +348,7 @@ class JsonEndpoint:
         except Exception as error:  # noqa: BLE001 - every request gets a response
             await reply.fail(error)
         finally:
-            slots.used -= 1
+            slots.release(tenant)
             reply.log()
 
     async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:

@@ -8,9 +8,10 @@ events, before and after another router takes the response over.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any, TypeVar
 
@@ -37,10 +38,29 @@ TAKEN_AT_ONCE = 16  # responses that are taken over before the store is asked fo
 
 @dataclass(slots=True)
 class RequestSlots:
-    """The number of API requests in progress, and its limit. Responses that run in the background count too."""
+    """The number of API requests in progress, and its limit. Responses that run in the background count too.
+
+    If all slots are used, a tenant may still use an equal share of them, as in the queue. Requests in progress can
+    therefore exceed the limit while a tenant with many requests has not finished them.
+    """
 
     limit: int
     used: int = 0
+    by_tenant: Counter[str] = field(default_factory=Counter)  # only of tenants with requests in progress
+
+    def take(self, tenant: str) -> None:
+        self.used += 1
+        self.by_tenant[tenant] += 1
+
+    def release(self, tenant: str) -> None:
+        self.used -= 1
+        self.by_tenant[tenant] -= 1
+        if not self.by_tenant[tenant]:
+            del self.by_tenant[tenant]
+
+    def is_over_limit(self, tenant: str) -> bool:
+        """Return whether a request of the tenant, which has taken its slot, is to be refused."""
+        return self.used > self.limit and self.by_tenant[tenant] * len(self.by_tenant) > self.limit
 
 
 def body_of(stored: StoredResponse) -> ResponsesBody:
@@ -220,14 +240,16 @@ class ResponseRuns:
 
     def _start(self, run: ResponseRun) -> None:
         name = run.stored.id
-        self._slots.used += run.is_background
+        if run.is_background:
+            self._slots.take(run.stored.tenant)
         if (earlier := self._tasks.get(name)) is not None:  # lost its lease while this router was frozen
             earlier.cancel()
         task = self._group.start(self._generate(run))
         self._tasks[name], self._owners[name] = task, run.owner
 
         def ended(_: asyncio.Task[None]) -> None:
-            self._slots.used -= run.is_background
+            if run.is_background:
+                self._slots.release(run.stored.tenant)
             if self._tasks[name] is task:
                 del self._tasks[name], self._owners[name]
             self._wake(name)

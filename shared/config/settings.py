@@ -387,7 +387,9 @@ class ServingSettings(CommonSettings):
     workers: Annotated[int, Field(ge=1, le=64)] = setting(
         1, "Number of processes of the router, which share its ports, nodes and limits."
     )
-    max_concurrent_requests: Count = setting(1024, "Maximum requests in progress. Further requests get status 429.")
+    max_concurrent_requests: Count = setting(
+        1024, "Maximum requests in progress. More get status 429, unless their tenant uses less than an equal share."
+    )
     max_attempts: Annotated[int, Field(ge=1, le=100)] = setting(
         5, "Maximum attempts for a request, each on another node if possible, before it fails."
     )

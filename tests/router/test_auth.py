@@ -1,5 +1,6 @@
 """Test API keys: the key file, rejected requests, the routes that each key may use, and the isolation of tenants."""
 
+import asyncio
 import base64
 import hmac
 import logging
@@ -267,6 +268,31 @@ async def test_the_admin_routes_can_have_a_port_of_their_own(app: Starlette) -> 
 
 
 # ---- other origins -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_tenant_cannot_use_the_slots_of_the_others(file: Path, byte_level: Any) -> None:
+    """If all slots are used, a request is refused only if its tenant has an equal share of them."""
+    dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 2])
+    dispatcher.hangs_after = 0
+    app = app_of(dispatcher, byte_level, MODEL, keys=ApiKeys(str(file)), max_concurrent_requests=4)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+
+        async def ask(key: str) -> int:
+            return (await client.post("/v1/completions", json={"prompt": "x"}, headers=bearer(key))).status_code
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            running = []
+            for key in [ACME] * 4 + [OTHER] * 2:
+                running.append(group.create_task(ask(key)))
+                await dispatcher.hanging.acquire()
+            assert [await ask(ACME), await ask(OTHER)] == [429, 429]
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+            dispatcher.hangs_after = None
+            assert await ask(ACME) == 200
+
 
 PAGE = "https://app.example"
 PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST"}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +60,11 @@ def request(
     try:
         # Ignore the environment's proxy settings, because the default URL is on this machine.
         client = httpx.Client(
-            timeout=limits, trust_env=False, headers=bearer(api_key), event_hooks={"request": [on_sending]}
+            timeout=limits,
+            trust_env=False,
+            verify=ssl.create_default_context() if url.startswith("https:") else False,  # respects SSL_CERT_FILE
+            headers=bearer(api_key),
+            event_hooks={"request": [on_sending]},
         )
         with client, client.stream(method, url.rstrip("/") + path, json=body) as response:
             if response.is_error:

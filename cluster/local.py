@@ -61,17 +61,18 @@ def with_own_key(settings: LocalSettings) -> tuple[LocalSettings, str]:
     return settings.model_copy(update={"api_keys": ",".join(filter(None, (settings.api_keys, line)))}), key
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, certfile: str = "") -> str:
     host = "127.0.0.1" if host in EVERY_ADDRESS else host
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{'https' if certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _up(settings: LocalSettings, children: Sequence[Child], say: Say, key: str) -> int:
-    url = url_of(settings.host, settings.port)
-    admin_url = url_of(settings.admin_host, settings.admin_port) if settings.admin_port else url
+    url = url_of(settings.host, settings.port, settings.ssl_certfile)
+    admin = (settings.admin_host, settings.admin_port) if settings.admin_port else (settings.host, settings.port)
+    admin_url = url_of(*admin, settings.ssl_certfile)
     nodes = [child.name for child in children if child.name != ROUTER]
-    # Ignore the environment's proxy settings, because the router is on this machine.
-    async with httpx.AsyncClient(timeout=2.0, trust_env=False, headers=bearer(key)) as client:
+    # The router is on this machine, so proxy settings do not apply, and its certificate may name only its public host.
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False, verify=False, headers=bearer(key)) as client:
         get_status = partial(get_json, client, f"{admin_url}/v1/status")
         all_ready = partial(until, get_status, lambda status: num_ready(status) >= len(nodes))
         reports = [
@@ -87,8 +88,9 @@ async def _up(settings: LocalSettings, children: Sequence[Child], say: Say, key:
 
 async def _report_ready(settings: LocalSettings, say: Say, get_ready: GetJson, get_status: GetJson) -> None:
     await until(get_ready, lambda _: True)
-    url = url_of(settings.host, settings.port)
-    others = f" and http://{socket.gethostname()}:{settings.port}" if settings.host in EVERY_ADDRESS else ""
+    url = url_of(settings.host, settings.port, settings.ssl_certfile)
+    own_name = url_of(socket.gethostname(), settings.port, settings.ssl_certfile)
+    others = f" and {own_name}" if settings.host in EVERY_ADDRESS else ""
     say("baton", f"serving at {url}{others}")
     model = settings.served_model_name or Path(settings.model).name
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 40})

@@ -312,6 +312,7 @@ def _check_files(settings: LocalSettings) -> None:
     """Read the files of secrets and keys, and find the parsers, as the processes do when they start. Raises
     ConfigError."""
     from router.http.auth import ApiKeys
+    from router.http.certificate import Certificate
     from router.text.tool_syntax import find_syntax
     from shared.rpc.tls import read_identity
 
@@ -320,6 +321,8 @@ def _check_files(settings: LocalSettings) -> None:
         read_identity(settings.cluster_secret_file)
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)
+    if settings.ssl_certfile:
+        Certificate(settings.ssl_certfile, settings.ssl_keyfile).check()
 
 
 SettingsKind = TypeVar("SettingsKind", bound=Settings)

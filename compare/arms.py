@@ -19,6 +19,7 @@ TOPOLOGY = re.compile(r"(colocated):(\d{1,3})|(disaggregated):(\d{1,3})p(\d{1,3}
 RESERVED = frozenset(
     {"model", "mode", "host", "port", "registry", "registry_host", "registry_port", "cluster", "served_model_name"}
     | {"more_models", "cpus", "emulate", "id", "log_level", "log_format", "drain_timeout_s"}
+    | {"ssl_certfile", "ssl_keyfile"}
 )
 
 

@@ -25,6 +25,7 @@ from router.dispatch.attempt import SLOW_S
 from router.http.admin import Admin
 from router.http.app import build_app
 from router.http.auth import ApiKeys
+from router.http.certificate import Certificate
 from router.http.connection import ConnectionLimits, HttpConnection, IdleConnections, raise_fd_limit
 from router.http.whole_router import WholeRouter
 from router.metrics.node_metrics import MetricSource, NodeMetrics
@@ -39,7 +40,7 @@ from shared import failpoints, logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import RouterSettings
 from shared.errors import ConfigError
-from shared.lifecycle import ProcessLifetime, freeze_gc, run
+from shared.lifecycle import ProcessLifetime, TaskGroup, freeze_gc, run
 from shared.registry import EmbeddedRegistry, FollowedRegistry, RedisRegistry, Registry
 from shared.rpc import tls
 
@@ -61,17 +62,20 @@ def main(settings: RouterSettings, run: Callable[[Serve], int] = run) -> int:
         models = load_models(settings)
         has_keys = settings.api_keys_file or settings.api_keys
         keys = ApiKeys(settings.api_keys_file, settings.api_keys) if has_keys else None
+        certificate = Certificate(settings.ssl_certfile, settings.ssl_keyfile) if settings.ssl_certfile else None
+        if certificate is not None:
+            certificate.check()
         ports = [listen(settings.host, settings.port, "--port", settings.workers)]
         if settings.admin_port:
             ports.append(listen(settings.admin_host, settings.admin_port, "--admin-port", settings.workers))
     except (ConfigError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)
         return 2
-    if settings.workers == 1:
-        return run(lambda lifetime: _serve(lifetime, settings, models, keys, [port[0] for port in ports]))
-    return _run_workers(
-        settings, ports, lambda *own: run(lambda lifetime: _serve(lifetime, settings, models, keys, *own))
-    )
+
+    def serve(listeners: list[socket.socket], share: WorkerShare = WorkerShare()) -> int:
+        return run(lambda lifetime: _serve(lifetime, settings, models, keys, certificate, listeners, share))
+
+    return serve([port[0] for port in ports]) if settings.workers == 1 else _run_workers(settings, ports, serve)
 
 
 async def _serve(
@@ -79,8 +83,9 @@ async def _serve(
     settings: RouterSettings,
     models: Sequence[ModelFiles],
     keys: ApiKeys | None,
+    certificate: Certificate | None,
     listeners: list[socket.socket],
-    share: WorkerShare = WorkerShare(),
+    share: WorkerShare,
 ) -> int:
     if share.sockets:
         lifetime.leave_end_to_supervisor()
@@ -108,8 +113,8 @@ async def _serve(
     apps = [app.state.api, app.state.admin] if settings.admin_port else [app]
     if share.sockets:
         apps.append(app.state.worker)
-    room = raise_fd_limit(share.of(settings.max_connections))
-    servers = [HttpServer(*each, room, settings.drain_timeout_s) for each in zip(apps, listeners, strict=True)]
+    options = raise_fd_limit(share.of(settings.max_connections)), settings.drain_timeout_s, certificate
+    servers = [HttpServer(app, listener, *options) for app, listener in zip(apps, listeners, strict=True)]
     async with AsyncExitStack() as cleanup:
         try:
             for each in served:
@@ -128,22 +133,28 @@ async def _serve(
             cleanup.push_async_callback(runs.close)
         freeze_gc()
         if share.number == 0:
-            _log_addresses(listeners, keys is None)
-        await _serve_http(lifetime, servers, observer)
+            _log_addresses(listeners, "http" if certificate is None else "https", keys is None)
+        await _serve_http(lifetime, servers, certificate, observer)
     return 0
 
 
-async def _serve_http(lifetime: ProcessLifetime, servers: "list[HttpServer]", observer: RouterObserver) -> None:
+async def _serve_http(
+    lifetime: ProcessLifetime, servers: "list[HttpServer]", certificate: Certificate | None, observer: RouterObserver
+) -> None:
     """Serve until the process starts to drain. Then drain the servers, and wait until they have ended."""
     serving = asyncio.gather(*(server.serve([server.listener]) for server in servers))
     draining = asyncio.ensure_future(lifetime.draining.wait())
     ends: set[asyncio.Future[Any]] = {serving, draining}
+    renewal = TaskGroup()
+    if certificate is not None:
+        renewal.start(certificate.follow([each.config.ssl for each in servers if each.config.ssl is not None]))
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     draining.cancel()
     observer.close()
     for server in servers:
         server.drain()
     await serving
+    await renewal.close()
 
 
 def _metrics(served: Sequence[ConnectedModel], dashboard: Dashboard | None) -> CollectorRegistry:
@@ -166,9 +177,19 @@ def _metrics(served: Sequence[ConnectedModel], dashboard: Dashboard | None) -> C
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers, because the process itself drains all its servers together."""
+    """A uvicorn server that installs no signal handlers, because the process itself drains all its servers together.
 
-    def __init__(self, app: Starlette, listener: socket.socket, max_connections: int, drain_timeout_s: float) -> None:
+    With a certificate, it serves HTTPS, except to the other workers of its router.
+    """
+
+    def __init__(
+        self,
+        app: Starlette,
+        listener: socket.socket,
+        max_connections: int,
+        drain_timeout_s: float,
+        certificate: Certificate | None,
+    ) -> None:
         self.idle = IdleConnections()
         self.listener = listener
         limits = ConnectionLimits(max_connections)
@@ -185,6 +206,9 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,  # otherwise, clients could forge the addresses in the log
             timeout_graceful_shutdown=int(drain_timeout_s),
         )
+        if certificate is not None and listener.family != socket.AF_UNIX:
+            options.ssl_certfile, options.ssl_keyfile = certificate.certfile, certificate.keyfile or None
+        options.load()
         super().__init__(options)
 
     @contextmanager
@@ -228,10 +252,10 @@ def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = Fa
     return listener
 
 
-def _log_addresses(listeners: list[socket.socket], is_open: bool) -> None:
+def _log_addresses(listeners: list[socket.socket], scheme: str, is_open: bool) -> None:
     for listener in [each for each in listeners if each.family != socket.AF_UNIX]:
         host, port = listener.getsockname()[:2]
-        log.info("listening on http://%s:%d", host, port)
+        log.info("listening on %s://%s:%d", scheme, host, port)
         if is_open and not ip_address(host).is_loopback:
             log.warning("no API keys configured: %s:%d is open to any client; set --api-keys-file", host, port)
 

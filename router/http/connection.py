@@ -254,8 +254,9 @@ class HttpConnection(HttpToolsProtocol):
         elif not self.transport.is_closing():
             cast(Flow, self.flow).is_held = False
             self.flow.resume_reading()
-            with contextlib.suppress(OSError):  # already disconnected
-                self.transport.write_eof()
+            if self.transport.can_write_eof():  # not with HTTPS
+                with contextlib.suppress(OSError):  # already disconnected
+                    self.transport.write_eof()
         self._watch()
 
     def on_response_complete(self) -> None:

@@ -27,8 +27,8 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "kv_host kv_port reserve_timeout_s push_timeout_s",
     "Scheduling": "disaggregate rebalance policy max_num_batched_tokens max_num_seqs long_prefill_token_threshold "
     "max_num_partial_prefills async_scheduling speculative_config ttft_slo_ms tbt_slo_ms",
-    "API": "host port api_keys_file api_keys allowed_origins admin_host admin_port tool_call_parser reasoning_parser "
-    "responses_store workers",
+    "API": "host port ssl_certfile ssl_keyfile api_keys_file api_keys allowed_origins admin_host admin_port "
+    "tool_call_parser reasoning_parser responses_store workers",
     "Picker": "tenant_header",
     "Limits": "max_concurrent_requests max_connections max_queue_s max_queued_tokens request_timeout_s max_attempts "
     "drain_timeout_s",
@@ -39,10 +39,7 @@ PANELS = {  # the groups of --help and their settings; --help omits a setting th
     "Ray": "placement",
     "Switches": "enable_prefix_caching enforce_eager dashboard exact_retries allow_runtime_lora_updating",
 }
-NOT_SUPPORTED = (
-    "tensor-parallel-size tp pipeline-parallel-size pp swap-space cpu-offload-gb "
-    "trust-remote-code ssl-keyfile ssl-certfile"
-)
+NOT_SUPPORTED = "tensor-parallel-size tp pipeline-parallel-size pp swap-space cpu-offload-gb trust-remote-code"
 VLLM_FLAGS = {  # vLLM's flags that have another name here, or no equivalent
     **dict.fromkeys(NOT_SUPPORTED.split(), "is not supported"),
     **dict.fromkeys(("data-parallel-size", "dp"), "is replaced by --prefill and --decode, the numbers of nodes"),

@@ -370,6 +370,8 @@ class ServingSettings(CommonSettings):
     allowed_origins: Origins = setting(
         (), "Origins whose web pages may call the API (CORS), separated by commas; *: all.", "none"
     )
+    ssl_certfile: str = setting("", "Certificate chain (PEM) of the API and the admin endpoints.", "plain HTTP")
+    ssl_keyfile: str = setting("", "Private key (PEM) of --ssl-certfile.", "in the same file")
     admin_host: Host = setting("127.0.0.1", "Address that the admin endpoints listen on.")
     admin_port: Port = setting(
         0, "Port of the dashboard, status, metrics and roles.", "the port of the API, with an admin key"
@@ -398,9 +400,11 @@ class ServingSettings(CommonSettings):
     )
 
     @model_validator(mode="after")
-    def _check_workers(self) -> Self:
+    def _check_api(self) -> Self:
         if self.workers > 1 and self.responses_store == "memory":
             raise ValueError("--responses-store memory: each of several --workers has its own memory; use redis://…")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ValueError("--ssl-keyfile: --ssl-certfile is missing")
         if self.workers > 1 and self.rebalance == "on":
             raise ValueError("--rebalance on: it needs a router of one process, which knows all requests; no --workers")
         for name in ("max_concurrent_requests", "max_connections"):

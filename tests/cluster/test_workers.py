@@ -1,18 +1,22 @@
 """Test a router with several worker processes: a killed worker loses only its own streams, the metrics of the workers
 are summed, and a drain of the router waits for all workers."""
 
+import contextlib
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
 
+from cluster.secret import new_pem
 from tests.cluster.harness import (
     DEMO,
     ROOT,
@@ -22,6 +26,7 @@ from tests.cluster.harness import (
     completion,
     events,
     expected,
+    free_port,
     prompt_of,
     wait_for,
 )
@@ -169,3 +174,25 @@ def test_settings_that_workers_cannot_share_are_refused(flags: str, words: str) 
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 2
     assert words in ended.stderr
+
+
+def test_workers_serve_https_and_merge_their_metrics_without_it(tmp_path: Path) -> None:
+    pem, port = new_pem(), free_port()
+    (tmp_path / "both.pem").write_bytes(pem)
+    context = ssl.create_default_context(cadata=pem[pem.index(b"-----BEGIN CERTIFICATE") :].decode())
+    context.check_hostname = False
+    flags = ["--workers", "2", "--registry-port", str(free_port()), "--ssl-certfile", str(tmp_path / "both.pem")]
+    command = [sys.executable, "-m", "router", "--model", str(DEMO), "--port", str(port), *flags]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as router:
+
+        def metrics() -> str:
+            with contextlib.suppress(OSError):
+                return str(urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=context).read())
+            return ""
+
+        try:
+            wait_for(metrics, "the router serves HTTPS")
+            assert all("vllm:num_requests_running" in metrics() for _ in range(8))
+        finally:
+            router.terminate()
+        assert router.wait(60) == 0

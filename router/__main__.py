@@ -51,12 +51,12 @@ Serve = Callable[[ProcessLifetime], Coroutine[Any, Any, int]]
 def main(settings: RouterSettings, run: Callable[[Serve], int] = run) -> int:
     """Serve until SIGTERM. Return the exit status of the process, which is 2 for invalid settings.
 
-    `run` runs a coroutine on an event loop and returns its exit status."""
+    `run` calls a `Serve` function on an event loop, and returns the exit status that the function returns."""
     logs.configure(settings.log_level, settings.log_format, "router")
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
-        # `listens` has the registry's port, which needs a cluster secret. The router does not open this port if the
-        # registry is in Redis. The API's port needs no cluster secret, because API keys protect it.
+        # The registry's port needs a cluster secret if other machines can reach it. If the registry is in Redis, the
+        # router opens no such port. The API's port needs no cluster secret, because API keys protect it.
         listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
         tls.configure(settings.cluster_secret_file, listens)
         models = load_models(settings)
@@ -158,8 +158,8 @@ async def _serve_http(
 
 
 def _metrics(served: Sequence[ConnectedModel], dashboard: Dashboard | None) -> CollectorRegistry:
-    """Return a Prometheus registry with the metrics of the nodes. If `dashboard` is given, the registry also has the
-    metrics of the nodes' steps."""
+    """Return a Prometheus registry with the nodes' metrics, and with the metrics of their steps if there is a
+    dashboard."""
     sources = [
         MetricSource(each.parts.card.name, each.pool.journal.metric_rows, each.parts.dispatcher.status)
         for each in served
@@ -177,7 +177,7 @@ def _metrics(served: Sequence[ConnectedModel], dashboard: Dashboard | None) -> C
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers, because the process itself drains all its servers together.
+    """A uvicorn server without signal handlers. The process itself handles signals, and drains all servers together.
 
     With a certificate, it serves HTTPS, except to the other workers of its router.
     """
@@ -229,8 +229,8 @@ def listen(host: str, port: int, flag: str, count: int = 1) -> list[socket.socke
 
 
 def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = False) -> socket.socket:
-    """Bind a listener. If `shares` is set, more listeners can bind to the same port. `joins` must be set for these
-    later listeners, and only for them."""
+    """Bind a listener. If `shares` is set, further listeners can bind to the same port. `joins` must be set for all
+    listeners of a port except the first."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     # Accepted connections inherit these options, which close a connection whose client is unreachable or does not read.
@@ -240,8 +240,8 @@ def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = Fa
     for option in [(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1), *keepalive]:
         listener.setsockopt(*option)
     try:
-        # Set SO_REUSEPORT on the first listener only after `bind`. Otherwise, `bind` would not fail if another router
-        # already uses the port, and the two routers would share it.
+        # Set SO_REUSEPORT on the first listener only after `bind`, so that `bind` fails if another router has the port.
+        # If the option were set before, the two routers would share the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, joins)
         listener.bind((host, port))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares)
@@ -266,8 +266,8 @@ def _run_workers(
     """Run each worker in a separate process, and the registry in another process unless it is in Redis. Return the
     exit status.
 
-    `ports` has one list of listeners for each port, and each list has one listener for each worker. `serve` runs in
-    each worker, and gets the listeners of that worker."""
+    `ports` has a list for each port, with one listener for each worker. Each worker calls `serve` with its own
+    listeners."""
     every = [listener for port in ports for listener in port]
     helpers: dict[str, Callable[[], int]] = {}
     with tempfile.TemporaryDirectory(prefix="baton-router-") as directory:

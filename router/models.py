@@ -78,7 +78,7 @@ def connect(
 ) -> list[ConnectedModel]:
     """Return the models with their pools of nodes. The caller must start the pools."""
     names = [each.card.name for each in models]
-    # This SLO also limits the wait in the queue, because a request that waits longer would miss the SLO.
+    # The SLO for the first token also limits the wait in the queue: a request that waits longer misses the SLO.
     ttft_slo_s = settings.ttft_slo_ms / 1000
     rules = DispatchRules(settings.max_attempts, settings.disaggregate, ttft_slo_s, settings.exact_retries)
     served = []
@@ -96,5 +96,5 @@ def connect(
 
 
 def _resize(queue: AdmissionQueue, share: WorkerShare, capacity: PoolCapacity, now: float) -> None:
-    """Give the queue this worker's part of the capacity of the nodes."""
+    """Set the queue's capacity to this worker's share of the nodes' capacity."""
     queue.resize(PoolCapacity(*map(share.of, capacity)), now)

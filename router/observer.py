@@ -26,7 +26,7 @@ class RouterObserver:
         return False
 
     def node_lost(self, node: str) -> None:
-        """Process the end of the stream to a node. The node may have sent no "ended" event for its requests."""
+        """Process the loss of the stream to a node. The "ended" events of some of its requests may never arrive."""
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class RouterObserver:
     # ---- the API ------------------------------------------------------------------------------------------------
 
     queries: Mapping[str, Mapping[str, Any]] = {}
-    """For /openapi.json: the paths of the GET routes with JSON answers, and the schemas of their query parameters."""
+    """The query parameters of the added GET routes with JSON answers, for /openapi.json: path, name, and schema."""
 
     def routes(self, status: Callable[[], dict[str, Any]]) -> Sequence[BaseRoute]:
         """Return routes to add to the API, for admins. `status` returns the document of /v1/status."""

@@ -57,7 +57,7 @@ class Rebalancer:
         if not nodes:
             return
         node = min(nodes, key=lambda each: (len(each.listeners), each.load.outstanding_tokens, each.info.id))
-        log.info("rebalance: node %s becomes a %s node, because requests need more of them", node.info.id, role)
+        log.info("rebalance: node %s becomes a %s node: requests need more nodes of this role", node.info.id, role)
         try:
             await self._admin.change(node, role)
         except BatonError as error:

@@ -14,9 +14,9 @@ from router.nodes.load import attribute, kv_capacity_tokens, step_tokens
 from scheduler.cost import CostModel, StepWork, pairs_of
 from shared.rpc.messages import NodeInfo
 
-WINDOW_S = 60.0  # the rate of arrivals is the mean over this time
+WINDOW_S = 60.0  # the rate of arrivals is averaged over this time
 RECENT_S = 15.0  # while requests are queued, the rate over this shorter time is used too
-QUEUE_S = 10.0  # queued prompts should be computed within this time if there is no SLO for the first token
+QUEUE_S = 10.0  # without an SLO for the first token, queued prompts should be computed within this time
 KV_TARGET = 0.85  # maximum share of a node's KV capacity that requests should use
 SURVIVORS = 0.8  # a node may be removed only if the load would use at most this share of the remaining nodes
 STEADY_S = 60.0  # how long one role must need more nodes, and the other role fewer, before a node changes its role
@@ -27,7 +27,7 @@ FLIP_S = 300.0  # minimum time between two changes of roles
 class Demand:
     """The requests of one router."""
 
-    prompt_tokens_per_s: float = 0.0  # rate over the last minute, without tokens found in a prefix cache
+    prompt_tokens_per_s: float = 0.0  # rate over the last minute, excluding tokens found in a prefix cache
     recent_prompt_tokens_per_s: float = 0.0  # rate over the last RECENT_S seconds (see `recent_rate`)
     queued_prompt_tokens: float = 0.0  # prompt tokens that are not computed yet
     requests: float = 0.0  # number of requests in progress
@@ -60,7 +60,7 @@ def capability_of(nodes: Sequence[tuple[NodeInfo, CostModel | None]], context: f
 
 
 def _prompt_rate(info: NodeInfo, cost: CostModel) -> float:
-    """Return how many prompt tokens per second the node computes in steps that each have one full chunk."""
+    """Return the number of prompt tokens per second that a node computes if each step consists of one full chunk."""
     tokens = step_tokens(info)
     seconds = cost.seconds(StepWork(1, tokens, pairs_of(0, tokens)))
     return tokens / seconds if seconds > 0 else 0.0
@@ -81,17 +81,17 @@ def _most_requests(info: NodeInfo, cost: CostModel | None, context: float) -> in
 
 
 def recent_rate(total: float, count: int) -> float:
-    """Convert a `total` that was counted over RECENT_S seconds to a rate per second. The rate is reduced by two
-    standard deviations of `count` Poisson arrivals, because a rate over such a short time is noisy."""
+    """Convert a `total` that was counted over RECENT_S seconds to a rate per second. Over so short a time, the rate is
+    noisy. It is therefore reduced by two standard deviations of `count` Poisson arrivals."""
     return total / RECENT_S * max(0.0, 1 - 2 / sqrt(count)) if count else 0.0
 
 
 def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_S) -> float | None:
     """Return how many nodes are needed to compute the prompts, or None if the speed of the nodes is unknown.
 
-    When the load rises, the queue grows before the mean rate of arrivals over a minute does, so the queued tokens count
-    too. The rate that the queue requires is limited to the recent rate of arrivals, because the queue will be empty by
-    the time that more nodes have started."""
+    When the load rises, the queue grows sooner than the mean rate of arrivals over a minute. The result therefore also
+    depends on the rate at which the queue would be empty after `wait_s` (0 means QUEUE_S). This rate counts only up to
+    the recent rate of arrivals, because the present queue will be empty when further nodes have started."""
     rate = node.prompt_tokens_per_s
     if not rate:
         return None
@@ -103,7 +103,7 @@ def load_of_decode(demand: Demand, node: NodeCapability) -> float:
     """Return how many nodes are needed to hold and decode the requests.
 
     By Little's law, the number of requests in progress is the rate of arrivals multiplied by the time that a request
-    stays. Queued requests count only up to the number that this law gives for the recent rate (see `load_of_prefill`).
+    runs. Queued requests count only up to the number that this law gives for the recent rate (see `load_of_prefill`).
     """
     waiting = min(demand.requests + demand.queued_requests, demand.recent_expected_requests)
     requests = max(demand.requests, demand.expected_requests, waiting)
@@ -114,7 +114,7 @@ def needed(load: float | None, present: float, routers: int = 1) -> float:
     """Return the number of nodes that a load needs. `present` is this router's share of the nodes.
 
     The result rises as soon as the load exceeds `present`. It falls by one node only if the load is at most SURVIVORS
-    times the number of the remaining nodes. The result therefore does not alternate at a constant load.
+    times the number of the remaining nodes. A constant load therefore gives a constant result.
     """
     one = 1.0 / routers
     if load is None:

@@ -19,7 +19,7 @@ from shared.lifecycle import set_parent_death_signal
 
 log = logging.getLogger("baton.router")
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-INVALID = 2  # exit status of a process that cannot start with its settings; such a process is not restarted
+INVALID = 2  # exit status of a process with invalid settings; it is not restarted, and the other processes end too
 RESTART_S = 1.0  # minimum time between two starts of a process, so that a process that always crashes uses little CPU
 POLL_S = 0.5
 
@@ -38,8 +38,8 @@ class WorkerShare:
     registry: str = ""
 
     def of(self, limit: int) -> int:
-        """Return this worker's part of a limit. The part is 0 only if the limit is 0. The parts of all workers add up
-        to the limit if it is at least `count`."""
+        """Return this worker's part of a limit. The part is 0 only if the limit is 0. If the limit is at least `count`,
+        the parts of all workers add up to the limit."""
         return max(limit > 0, limit // self.count + (self.number < limit % self.count))
 
 
@@ -48,8 +48,8 @@ def supervise(
 ) -> int:
     """Run each function in a separate process until SIGTERM, and return the exit status.
 
-    After SIGTERM, the `workers` drain. When all workers have ended, the `helpers` get SIGTERM too. `on_drain` is called
-    in this process at the start of the drain. A second signal kills all processes.
+    After SIGTERM, the `workers` drain, and this process calls `on_drain`. When all workers have ended, the `helpers`
+    get SIGTERM too. A second signal kills all processes.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
     try:
@@ -66,7 +66,7 @@ class WorkerSupervisor:
 
     def __init__(self, jobs: Mapping[str, Callable[[], int]], workers: set[str], on_drain: Callable[[], None]) -> None:
         self._jobs, self._workers, self._on_drain = jobs, workers, on_drain
-        self._running: dict[int, str] = {}  # the name of each running process, by its id
+        self._running: dict[int, str] = {}  # the names of the running processes, keyed by process id
         self._due = dict.fromkeys(jobs, 0.0)  # when to start each process; infinity while the process runs
         self._started = dict.fromkeys(jobs, 0.0)
         self._is_draining = False

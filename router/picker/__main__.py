@@ -10,9 +10,9 @@ from shared.resolver import Resolver
 
 
 def main(settings: PickerSettings, resolve: Resolver | None = None) -> int:
-    """Run a picker until SIGTERM, and return the exit status. If it cannot start, print one line and return 2.
+    """Run a picker until SIGTERM, and return the exit status. If the picker cannot start, print one line and return 2.
 
-    `resolve` replaces the resolver of the system.
+    `resolve` replaces the system's resolver.
     """
     logs.configure(settings.log_level, settings.log_format, "picker")
     try:

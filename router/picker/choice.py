@@ -6,11 +6,11 @@ from hashlib import blake2b
 from math import ceil
 from typing import Any
 
-PREFIX_CHARS = 1024  # number of characters at the start of each field that are part of the key to hash
+PREFIX_CHARS = 1024  # only this many characters at the start of a field are part of the key to hash
 # The fields that can make up the start of a prompt, in their order in the prompt.
 PREFIX_FIELDS = ("instructions", "system", "prompt", "messages", "input", "query")
 MAX_ADDRESSES = 3  # the chosen router, and others that the gateway may try if the chosen router does not answer
-OVERLOAD = 1.25  # limit of a router's number of requests, as a multiple of the mean
+OVERLOAD = 1.25  # maximum number of requests of a router, as a multiple of the mean
 
 
 def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:
@@ -18,9 +18,9 @@ def choose(key: bytes, under_way: Mapping[str, int]) -> list[str]:
     requests in progress, and must not be empty.
 
     The addresses are ordered by rendezvous hashing (Thaler and Ravishankar 1998), so if a router leaves, only the keys
-    of that router move to other routers. Some routers at the start of this order may have too many requests. The first
-    router that can take the request without exceeding OVERLOAD times the mean is therefore moved to the front
-    (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018).
+    of that router move to other routers. The first routers in this order may already have too many requests. The best
+    address is therefore the first one whose router stays within OVERLOAD times the mean number of requests (consistent
+    hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018). The other addresses keep their order.
     """
     seed = blake2b(key).digest()
     order = sorted(under_way, key=lambda address: blake2b(address.encode(), key=seed).digest())

@@ -59,7 +59,7 @@ async def serve(lifetime: ProcessLifetime, settings: PickerSettings, resolve: Re
 
 
 class RouterWatch:
-    """Tracks which routers are ready. Every second, it resolves the routers' host name and requests `/ready` from each
+    """Tracks which routers are ready: it resolves the routers' host name every second, and requests `/ready` from each
     address."""
 
     def __init__(self, resolve: Resolver, port: int, session: aiohttp.ClientSession) -> None:
@@ -118,7 +118,7 @@ class Picker:
 
         In the mode BUFFERED, Envoy keeps the body, and the answer to the body message adds the addresses as a header.
         In the mode FULL_DUPLEX_STREAMED, the answer to the headers message adds this header, and the answers to the
-        body messages return the body to Envoy. In other modes, Envoy sends no body, so only the headers are used."""
+        body messages return the body to Envoy. In other modes, the routers are picked by the headers alone, at once."""
         first = await stream.recv_message()
         if first is None or not first.HasField("request_headers"):
             raise GRPCError(Status.INVALID_ARGUMENT, "the first message must be request_headers")
@@ -144,7 +144,8 @@ class Picker:
                 await stream.send_message(_unchanged(message, is_duplex=True))
             async for message in stream:
                 is_request = message.WhichOneof("request").startswith("request_")
-                if not is_request or mode != ProcessingMode.FULL_DUPLEX_STREAMED:  # Envoy may repeat the end of a body
+                # In the mode FULL_DUPLEX_STREAMED, ignore request messages: Envoy may repeat the end of the body.
+                if not is_request or mode != ProcessingMode.FULL_DUPLEX_STREAMED:
                     is_duplex = modes.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
                     await stream.send_message(_unchanged(message, is_duplex=is_duplex))
         finally:
@@ -165,7 +166,7 @@ class Picker:
 
 
 async def _collect(stream: Any, is_buffered: bool) -> tuple[list[Any], bool]:
-    """Return the messages of a body and its trailers, and whether they are complete. Stop after MAX_BODY_BYTES."""
+    """Return a body's messages, including its trailers, and whether the body is complete. Stop after MAX_BODY_BYTES."""
     messages, size = [], 0
     async for message in stream:
         messages.append(message)

@@ -36,14 +36,14 @@ class Admin:
         """A node that changes its role waits up to `drain_s` seconds for its requests to end."""
         self._pools = pools
         self._drain_s = drain_s
-        self._becoming: dict[str, str] = {}  # the new role of each node that is changing its role
+        self._becoming: dict[str, str] = {}  # the new roles of the nodes that are changing their role, keyed by node id
 
     def routes(self) -> list[Route]:
         return [Route("/v1/nodes/{node}/role", self.set_role, methods=["POST"])]
 
     async def set_role(self, request: Request) -> Response:
-        """Handle POST {"role": "prefill" | "decode"}. The response is sent when the node has rejoined. The response
-        contains a note if the cluster now has no node of the other role."""
+        """Handle POST {"role": "prefill" | "decode"}. Respond when the node has rejoined. The response contains a note
+        if the cluster now has no node of the other role."""
         raw = await read_body(request.scope, request.receive, BODY_BYTES, BODY_S)
         try:
             role = RoleBody.model_validate_json(raw).role
@@ -85,8 +85,8 @@ class Admin:
         raise RequestError(f"There is no live node {name[:64]!r}; live nodes: {alive}.", "node", status=404)
 
     def _check(self, pool: NodePool, connection: NodeConnection, role: str) -> str:
-        """Return a note if the change leaves one role without nodes, or "" if not. Raises RequestError if the node is
-        already changing its role, or if no node would be left to take requests."""
+        """Return a note if the change leaves one role without nodes, or else "". Raises RequestError if the node is
+        already changing its role, or if no remaining node could take requests."""
         name = connection.info.id
         if name in self._becoming:
             raise RequestError(f"Node {name} is already becoming a {self._becoming[name]} node.", "role", status=409)

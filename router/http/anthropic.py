@@ -228,7 +228,7 @@ class MessagesBody(CountTokensBody):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-SWITCHES = ("enable_thinking", "thinking")  # variables by which chat templates switch the reasoning on and off
+SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates that switch the reasoning on and off
 
 
 def _function(tool: AnthropicTool) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
         of_user = isinstance(block, ToolResultBlock | ImageBlock)
         if not isinstance(block, TextBlock) and of_user != (message.role == "user"):
             param = f"messages[{number}].content[{place}]"
-            raise RequestError(f"`{param}`: a message of the {message.role} has no {block.type}.", param)
+            raise RequestError(f"`{param}`: a message of the {message.role} cannot contain {block.type}.", param)
     found: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
         for block in blocks
@@ -273,8 +273,8 @@ def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any
 
 
 class MessageEvents:
-    """Builds the events of an answer, and keeps the message's current state in `message`. Call `start` first, and
-    then `add` for each delta. Both methods return the new events."""
+    """Builds the events of an answer, and keeps the message so far in `message`. Call `start` first, and then `add` for
+    each delta. Both methods return the new events."""
 
     def __init__(self, message_id: str, model: str, num_prompt: int, id_form: str) -> None:
         self.message: dict[str, Any] = {

@@ -41,9 +41,9 @@ from shared.errors import RequestError, UnavailableError
 from shared.version import package_version
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 256 << 10, 16
-MAX_PATH, MAX_LISTED = 64, 7  # limits of an error about an unknown path: length of the path, number of known paths
+MAX_PATH, MAX_LISTED = 64, 7  # how many characters of an unknown path, and how many known paths, an error shows
 PARSED_AT_ONCE = 64 << 10  # bytes; a larger body is parsed on a thread
-Handler = Callable[[Any, ResponseWriter], Awaitable[None]]  # gets a body of the type that POSTS has for its path
+Handler = Callable[[Any, ResponseWriter], Awaitable[None]]  # takes a body of the type that POSTS lists for the path
 
 
 def build_app(
@@ -64,14 +64,14 @@ def build_app(
 ) -> Starlette:
     """Build the whole REST API as an ASGI app.
 
-    Each model serves the requests that name it, and the first model also those that name none. `/metrics` shows
-    `registry`. The dispatchers and the node pools must report to the same `observer`. `slo` returns the latency targets
-    for a request that arrives now. `more_routes` require an admin's key. Pages of `allowed_origins` may call the routes
-    for tenants from a browser. If `workers` is given, each route whose answers differ between the workers merges the
-    answers of all workers. The app `state.worker` serves the answers of this worker alone, so that every worker can
-    merge them. `adapters` is None if LoRA adapters cannot be loaded while the router runs.
+    Each model serves the requests that name it. The first model also serves requests that name no model. `/metrics`
+    shows `registry`. The dispatchers and the node pools must report to the same `observer`. `slo` returns the latency
+    targets for a request that arrives now. `more_routes` require an admin's key. Web pages of `allowed_origins` may
+    call the routes for tenants. If `workers` is given, routes whose answers differ between workers merge the answers of
+    all workers. `adapters` is None if LoRA adapters cannot be loaded while the router runs.
 
-    `state.responses` is a `ResponseRuns` that the caller must open and close, or None without a store.
+    `state.responses` is a `ResponseRuns` that the caller must open and close, or None without a store. `state.worker`
+    is an app that serves the unmerged answers of this worker to the other workers.
 
     For a router with two ports, `state.api` is an app with only the routes for tenants, and `state.admin` is an app
     with only the routes that observe or change the cluster. Both apps include the health routes.
@@ -93,7 +93,7 @@ def build_app(
     own = [*handlers.admin_routes(), *observer.routes(handlers.whole_status), *more_routes]
     own += AdapterRoutes(served, adapters).routes()
     paths = [each.path for each in own if isinstance(each, Route)]
-    admin = [*(workers.routes(paths) if workers is not None else ()), *own]  # the first route with a path is used
+    admin = [*(workers.routes(paths) if workers is not None else ()), *own]  # the first matching route is used
     guard = Middleware(AuthMiddleware, keys=keys, tenants_routes=api, admin_routes=admin, metrics=served.first.metrics)
     cors = [Middleware(ApiCors, origins=allowed_origins, routes=api)] if allowed_origins else []
     app = _guarded([*api, *health, *admin], [*cors, guard])
@@ -227,7 +227,7 @@ class CompletionsApi:
 
 @dataclass
 class ApiHandlers:
-    """The handlers of the routes that have no body, and the state that all routes share.
+    """The handlers of the routes without a request body, and the state that all routes share.
 
     `build_app` creates one object for the app, and every handler runs on the router's event loop. The object holds the
     models, and the number of requests in progress, which `JsonEndpoint` limits. Handlers do not catch errors: the
@@ -270,7 +270,8 @@ class ApiHandlers:
         return JSONResponse(self.whole_status())
 
     def whole_status(self) -> dict[str, Any]:
-        """Return the dispatchers' status, recent totals and latencies, and the observer's fields."""
+        """Return the document of /v1/status: the state of all models, recent totals and latencies, and the observer's
+        fields."""
         first = self.models.first
         status = status_of_models([each.dispatcher.status() for each in self.models.services])
         alive = [node for node in status["nodes"] if node["alive"]]
@@ -320,8 +321,9 @@ class ApiHandlers:
 
 @dataclass(frozen=True)
 class JsonEndpoint:
-    """A route that takes a JSON body. It limits the number of requests in progress, the size of a body, and how long
-    a body takes to arrive. It cancels the handler when the client disconnects, and sends a response for every error."""
+    """A route that takes a JSON body. It limits the number of requests in progress, the size of a body, and the time in
+    which a body must arrive. It cancels the handler when the client disconnects, and sends a response for every error.
+    """
 
     shared: ApiHandlers
     body_timeout_s: float

@@ -29,7 +29,7 @@ MAX_TIMEOUT_S = 86_400.0
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {"content-type": STREAM_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
 CLIENT_GONE = 499  # nginx's status for a client that disconnected; used only in the access log
-# The `type` of an error, without its suffix `_error`, by status
+# The types of errors without their suffix `_error`, keyed by HTTP status. `described` has the defaults.
 KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit"}
 KINDS |= {503: "service_unavailable", 504: "timeout"}
 ANTHROPIC = "/v1/messages"  # the path of Anthropic's API, which has other names for some types of errors
@@ -138,7 +138,7 @@ def described(error: Exception, label: str) -> tuple[int, dict[str, Any], dict[s
                 headers["connection"] = "close"
         case UnavailableError():
             status, message, code = error.status, error.message, error.code
-            if status != 504:  # after its deadline, a client may retry at once
+            if status != 504:  # a request that missed its own deadline may be repeated at once
                 headers["retry-after"] = str(max(1, round(error.retry_after_s)))
         case HTTPException():
             status, message = error.status_code, str(error.detail)

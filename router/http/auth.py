@@ -111,7 +111,7 @@ class ApiKeys:
                     data = file.read(MAX_FILE_BYTES + 1)
             text = data.decode("ascii")
         except OSError as error:
-            fix = f"; it holds only hashes, so let user {os.getuid()} read it (chmod a+r, or chown {os.getuid()})"
+            fix = f"; the file has only hashes, so let user {os.getuid()} read it (chmod a+r, or chown {os.getuid()})"
             fix = fix if isinstance(error, PermissionError) else ""
             raise ConfigError(f"{where}: cannot be read: {error.strerror or error}{fix}") from None
         except UnicodeDecodeError:
@@ -147,7 +147,7 @@ class AuthMiddleware:
                 scope[SCOPE_KEY] = self._identity(scope, is_for_tenants)
             except RequestError as error:
                 response = to_response(Request(scope), error)
-                # For a page, request the scheme Basic: a browser then asks the user for the key, and sends the key with
+                # For a page, ask for the scheme Basic: a browser then asks the user for the key, and sends the key with
                 # all requests of the page.
                 if error.status == 401:
                     is_page = not is_for_tenants or scope["path"] == DOCS

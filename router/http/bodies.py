@@ -43,8 +43,7 @@ MAX_STREAM_INTERVAL = 1024
 IGNORED = frozenset(("cache_control", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options"))
 IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "store", "user"}
 IGNORED |= {"user_profile_id", "verbosity"}
-# Known fields that are not supported. A field is accepted only with one of the values listed for it. These values have
-# no effect.
+# Known fields that are not supported, each with the values that are accepted nevertheless because they have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation"), ()
 )
@@ -65,25 +64,26 @@ UNSUPPORTED |= {"routed_experts_prompt_start": (0,)}
 UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
 UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
 UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
-# Fields that are not accepted, each with the field to use instead. Earlier versions of vLLM had `guided_` fields.
+# Unsupported fields, each with the field to use instead. Earlier versions of vLLM had the `guided_` fields.
 REPLACED = {f"guided_{name}": f"structured_outputs.{name}" for name in ("choice", "grammar", "json", "regex")}
 REPLACED["prompt"] = "messages"
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-# Error messages of fields that accept several forms. Pydantic's own message would explain only one of the forms.
+# Error messages for fields that accept several forms of a value. Pydantic's own message would explain only one form.
 EXPECTED = {
-    "prompt": f"must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these, and not empty",
-    "stop": f"must be a string or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARACTERS} characters",
+    "prompt": f"must be a prompt (a string or a list of token ids, not empty) or a list of 1 to {MAX_PROMPTS} prompts",
+    "stop": f"must be a string or a list of at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARACTERS} characters each",
     "truncate_prompt_tokens": "must be a number of tokens, or -1 for as many as fit",
-    "bad_words": f"must be a list of at most {MAX_BAD_WORDS}, each of 1 to {MAX_BAD_WORD_CHARACTERS} characters",
+    "bad_words": f"must be a list of at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_CHARACTERS} characters each",
     "stop_token_ids": f"must be a list of at most {MAX_STOP_TOKENS} token ids",
     "logit_bias": f"must be an object of at most {MAX_LOGIT_BIASES} token ids, with values from -100 to 100",
     "content": f"must be a string or a list of 1 to {MAX_PARTS} parts: texts, with `type` and `text`, or images, with "
-    "`type` and `image_url`, whose `url` must begin with data:image/ (nothing is fetched); files are not supported",
+    "`type` and `image_url`; its `url` must begin with data:image/ (nothing is fetched); files are not supported",
     "chat_template_kwargs": f"must be an object of at most {MAX_TEMPLATE_ARGUMENTS} strings, numbers and booleans",
     "tools": f"must be a list of at most {MAX_TOOLS} functions",
     "tool_choice": 'must be "none", "auto", "required" or an object with the type "function" and a function\'s name',
 }
-# How many parts of a parameter's name an error shows, by field (`tools[0].function.name` has 4). The default is 1.
+# The number of parts of a parameter's name that an error shows, keyed by the first part; the default is 1.
+# `tools[0].function.name` has 4 parts: `tools`, 0, `function` and `name`.
 NESTED = {
     "messages": 3,
     "response_format": 3,
@@ -143,14 +143,13 @@ Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(mi
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 Priority = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
-Truncation = TokenCount | Literal[-1]  # the number of tokens of a prompt that are kept; -1 keeps as many as fit
+Truncation = TokenCount | Literal[-1]  # the number of prompt tokens to keep; -1 keeps as many as fit
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def listed(prompts: Any) -> list[Any]:
-    """Return the prompts in a value of the type `Prompt | list[Prompt]`. A list of integers is a single prompt, given
-    as token ids."""
+    """Return the prompts in a value of the type `Prompt | list[Prompt]`. A list of integers is one prompt."""
     is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
     return [prompts] if is_one else list(prompts)
 
@@ -216,7 +215,7 @@ class GenerateBody(Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] = []
     stream: bool = False
-    # The least number of tokens in each event of a stream other than the first and the last one.
+    # The minimum number of tokens in each event of a stream, except the first and the last event.
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
     stream_options: StreamOptions = StreamOptions()
     structured_outputs: StructuredOutputs | None = None
@@ -367,7 +366,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyType:
-    """Parse and validate a body. `models` lists the names that its `model` may have; the first is the default.
+    """Parse and validate a body. `models` lists the values that the field `model` may have, with the default first.
 
     Raises RequestError if the body is invalid. The error names the parameter.
     """

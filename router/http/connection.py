@@ -32,7 +32,7 @@ MAX_CHUNKS = 10_000
 FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # limits on the bytes of chunk headers and trailers
 MAX_PIPELINED = 16  # maximum number of parsed requests that wait for earlier responses; further bytes are parsed later
 CLOSE_S = 30.0  # how long a client may take to read the last response
-SPARE_FILES = 256  # file descriptors for everything except clients' connections
+SPARE_FILES = 256  # number of file descriptors for everything except connections of clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class IdleConnections:
 
 
 def raise_fd_limit(connections: int) -> int:
-    """Raise the file descriptor limit to allow `connections` connections. Return the number that it then allows."""
+    """Raise the limit of file descriptors for `connections` connections. Return how many connections it then allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -271,9 +271,9 @@ class HttpConnection(HttpToolsProtocol):
             self.loop.call_soon(self._parse)
 
     def shutdown(self) -> None:
-        """Drain: answer requests that have begun, then close. Close idle connections at once. A connection that has
-        not sent a request yet stays open for `drain_s`, because its first request may be on its way and would otherwise
-        fail."""
+        """Drain: answer requests that have begun, then close. Close an idle connection at once. If it has not received
+        any request, keep it open for `drain_s`, because the first request may be on its way and would otherwise fail.
+        """
         if self._under_way:
             self._under_way[-1].keep_alive = False
         elif self._was_answered and not (self._in_head or self._in_body):

@@ -46,7 +46,7 @@ class GenerationService:
         return body.model or self.model.name
 
     def adapters(self) -> dict[str, str]:
-        """Return the digests of the LoRA adapters, by name. An adapter with the model's own name is not served."""
+        """Return the digest of each LoRA adapter, keyed by name. An adapter with the model's own name is not served."""
         return {name: digest for name, digest in self.dispatcher.adapters().items() if name != self.model.name}
 
     def adapter_of(self, body: Body) -> str:

@@ -42,7 +42,7 @@ def object_in(text: str) -> dict[str, Any] | None:
 
 
 def depth_of(value: Any) -> int:
-    """Return how many levels deep lists and objects are nested. An object of numbers has one level."""
+    """Return the depth of nested lists and objects. A number has the depth 0, and an object of numbers the depth 1."""
     depth, level = 0, [value]
     while level := [item for each in level for item in _items(each)]:
         depth += 1
@@ -119,7 +119,7 @@ class FunctionCall(StrictModel):
         """Return the arguments. Raises PydanticCustomError if they are not a JSON object or are nested too deeply."""
         value = object_in(self.arguments or "{}")
         if value is None:
-            raise PydanticCustomError("arguments", "`arguments` must be the text of a JSON object")
+            raise PydanticCustomError("arguments", "`arguments` must be a JSON object as a string")
         check_depth(value)
         return value
 
@@ -264,7 +264,7 @@ Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=Tr
 
 
 def plain_messages(messages: Sequence[ChatMessage], id_form: str) -> list[Message]:
-    """Return the messages in the form that chat templates expect. `id_form` is the form of the ids of calls."""
+    """Return the messages in the form that chat templates expect. `id_form` is the form of call ids (`template_id`)."""
     found, ids = [message.plain() for message in messages], dict[str, str]()
     calls = [call for message in found for call in message.get("tool_calls", ())]
     for number, call in enumerate(calls):
@@ -276,7 +276,7 @@ def plain_messages(messages: Sequence[ChatMessage], id_form: str) -> list[Messag
 
 
 def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    """Return the URLs of the images in the messages, in order, each with the name of its parameter."""
+    """Return the parameter name and the URL of each image in the messages, in order."""
     return [
         (f"messages[{number}].content[{place}].image_url.url", part.image_url.url)
         for number, message in enumerate(messages)
@@ -288,10 +288,10 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 @contextmanager
 def renamed_parameters(names: Mapping[str, str], *, images: str, schema: str) -> Iterator[None]:
-    """In an error about a chat that was converted from a request of another API, use that API's name of the parameter.
+    """Rename the parameter in a RequestError about a chat that was converted from a request of another API.
 
-    `names` maps parameters of chat completions to those of the other API, which has images in the parameter `images`
-    and the schema of a tool's arguments in the tool's field `schema`.
+    `names` maps parameters of chat completions to parameters of the other API. In that API, the parameter `images`
+    contains the images, and the field `schema` of a tool is the schema of its arguments.
     """
     try:
         yield
@@ -332,12 +332,12 @@ def check_tool_choice(choice: ToolChoice, tools: Sequence[ToolDefinition]) -> No
     """Raise RequestError if the choice requires a call of a function that is not in `tools`."""
     names = [tool.function.name for tool in tools]
     if choice == "required" and not names:
-        raise RequestError("`tool_choice` is required, but there are no `tools`.", "tool_choice", "invalid_value")
+        raise RequestError("`tool_choice` is `required`, but there are no `tools`.", "tool_choice", "invalid_value")
     if isinstance(choice, NamedChoice) and choice.function.name not in names:
         text = f"`tool_choice` names the function `{choice.function.name}`, which is not in `tools`."
         raise RequestError(text, "tool_choice", "invalid_value")
 
 
 def schemas_of(tools: Sequence[ToolDefinition]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the schema of the arguments of each function."""
+    """Return the schema of each function's arguments, keyed by the function's name."""
     return {tool.function.name: tool.function.parameters or {} for tool in tools}

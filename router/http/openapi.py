@@ -98,7 +98,7 @@ SCORED = record(object={"const": "score"}, index=WHOLE, score=NUMBER)
 RANKED = record({"document": record(text=TEXT)}, index=WHOLE, relevance_score=NUMBER)
 POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 STREAM: Schema = {"text/event-stream": {}}  # one event for each chunk; completions end with an error event or [DONE]
-# The body of each POST route, the schema of its JSON answer, and its other answers by content type.
+# For each POST route: its body, the schema of its JSON answer, and the schemas of its other answers by content type.
 POSTS: dict[str, tuple[type[Body], Schema, Schema]] = {
     "/v1/completions": (CompletionBody, COMPLETION, STREAM),
     "/v1/chat/completions": (ChatBody, CHAT, STREAM),
@@ -186,8 +186,8 @@ def _reference(name: str) -> Schema:
 
 
 def _page(document: Schema) -> Iterator[str]:
-    """Yield the parts of /docs: each operation, and a table of the fields of each body. The page has no style and no
-    script, because its Content-Security-Policy allows none."""
+    """Yield the parts of /docs: a list of the operations, and a table of fields for each body. The page has no style
+    and no script, because its Content-Security-Policy allows neither."""
     yield '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1"><title>Baton</title><h1>Baton API</h1>'
     yield "<p>OpenAI's API: the base URL of a client is the address of this server, followed by <code>/v1</code>. "

@@ -42,7 +42,7 @@ class TextDelta:
 
 
 def merged(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Return a delta that adds the same text and tokens as successive deltas of one choice."""
+    """Merge successive deltas of one choice into one delta."""
     last = deltas[-1]
     return replace(
         last,
@@ -57,7 +57,7 @@ def merged(deltas: Sequence[TextDelta]) -> TextDelta:
 
 @dataclass(slots=True)
 class PromptOutput:
-    """The output that the choices of one prompt share."""
+    """A prompt, and the part of the output that is the same for all its choices."""
 
     request: GenerationRequest
     cached_tokens: int = 0
@@ -65,7 +65,7 @@ class PromptOutput:
     has_logprobs: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take_logprobs(self, delta: TokenDelta, *, is_first_sample: bool) -> None:
-        """Store the prompt logprobs from the first delta of sample 0. A call for another sample waits until they are
+        """Store the prompt's logprobs from the first delta of the first sample. For another sample, wait until they are
         stored."""
         if self.request.sampling.prompt_logprobs is None or self.has_logprobs.is_set():
             return
@@ -138,7 +138,7 @@ class OutputProcessor:
         return added
 
     def _add(self, added: TextDelta, text: str) -> bool:
-        """Add the text of a token, and return whether the token is reasoning. Markers of the reasoning are not."""
+        """Add a token's text, and return whether the token is reasoning. Markers of the reasoning are not reasoning."""
         added.text += text
         if added.parts is None or self._parser is None:
             return False
@@ -265,8 +265,8 @@ class RequestOutput:
         async for delta in stream:
             is_first_sample = choice.index % prompt.request.n == 0
             await prompt.take_logprobs(delta, is_first_sample=is_first_sample)
-            if is_first_sample:  # the others find the prompt in the cache because the first has computed it
-                # A retry may also find tokens of the answer in the cache.
+            if is_first_sample:  # later samples always find the prompt in the cache, because the first has computed it
+                # Cached tokens of the answer, which a retry may find too, do not count.
                 cached = min(delta.cached_tokens, len(prompt.request.prompt))
                 prompt.cached_tokens = max(prompt.cached_tokens, cached)
             added = choice.process(delta)

@@ -34,7 +34,7 @@ async def run_in_thread(work: Callable[Arguments, Result], *args: Arguments.args
         async with asyncio.timeout(ENCODE_S):
             return await asyncio.to_thread(work, *args, **kwargs)
     except TimeoutError:
-        raise RequestError("This prompt takes too long to tokenize; send a shorter one.") from None
+        raise RequestError("Parsing or tokenizing this request takes too long; send a shorter one.") from None
 
 
 async def build_requests(
@@ -110,7 +110,7 @@ async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker
 
 def _check_can_end(body: GenerateBody, model: ModelCard, param: str) -> None:
     if not (model.eos_ids or body.stop_token_ids):
-        text = "This model has no stop token, so an answer cannot end where its grammar does: set `stop_token_ids`."
+        text = "This model has no stop token, which an answer with a grammar needs to end: set `stop_token_ids`."
         raise RequestError(text, param)
 
 
@@ -190,7 +190,7 @@ async def _encoded(
 
 
 def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[int]:
-    """Return the prompt, cut to its last tokens if the body limits the length of the prompt."""
+    """Return the last tokens of the prompt, as many as `truncate_prompt_tokens` allows. The default is all tokens."""
     limit = body.truncate_prompt_tokens
     if limit == -1:  # leave room for the answer
         default = 1 if isinstance(body, ChatBody) else COMPLETION_TOKENS
@@ -201,8 +201,8 @@ def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[
 def _thinking(
     body: CompletionBody | ChatBody, prompt: list[int], model: ModelCard, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Return the limit on the reasoning of the answers to a prompt, or None for no limit. As in vLLM, reasoning in the
-    prompt counts if the answer continues it. Raises RequestError if a marker of the reasoning is not a token."""
+    """Return the limit on the reasoning in the answers to a prompt, or None for no limit. As in vLLM, reasoning in the
+    prompt counts if the answer continues it. Raises RequestError if a marker of the reasoning is not one token."""
     if body.thinking_token_budget in {None, -1}:
         return None
     reasoning, tools = tokenizer.syntax.reasoning, tokenizer.syntax.tools
@@ -247,7 +247,7 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
     rest, limit = context - num_prompt, body.token_limit
     if limit is None:
         limit = rest if isinstance(body, ChatBody) else min(rest, max(COMPLETION_TOKENS, body.min_tokens))
-    limit = max(limit, 1)  # if the client wants none, `OutputProcessor` drops the token
+    limit = max(limit, 1)  # if the client requests 0 tokens, `OutputProcessor` drops the token
     if (wanted := max(limit, body.min_tokens)) > rest:
         raise RequestError(
             f"This model's context is {context} tokens; you requested {num_prompt + wanted}: "

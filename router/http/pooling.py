@@ -30,7 +30,7 @@ from shared.rpc.messages import SamplingParams, pack_ids
 MAX_INPUTS = 2048  # as in OpenAI's API
 AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # how many prompts and tokens of one HTTP request are computed at once
 MORE_BYTES = 32 << 20
-# The classes for generation need a body with the parameters of generation. All pooling requests use this body. Its
+# All pooling requests use this body, because the classes for generation need a body with the parameters of generation.
 # `max_tokens` must be at least 1, but the client gets no token.
 ONE_TOKEN = CompletionBody(prompt=[0], max_tokens=1, temperature=0.0)
 
@@ -57,7 +57,7 @@ def _check_input(value: object) -> object:
         return value
     if isinstance(value, list) and 0 < len(value) <= MAX_INPUTS and all(one and is_prompt(one) for one in value):
         return value
-    text = f"must be a string, a list of token ids, or a list of 1 to {MAX_INPUTS} of these, and not empty"
+    text = f"must be an input (a string or a list of token ids, not empty) or a list of 1 to {MAX_INPUTS} inputs"
     raise PydanticCustomError("input", text)
 
 
@@ -113,7 +113,7 @@ class ScoreBody(PairBody):
     def _pairs_up(self) -> "ScoreBody":
         for name, other in (("text_1", "queries"), ("text_2", "documents")):
             if (getattr(self, name) is None) == (getattr(self, other) is None):
-                raise RequestError(f"Give `{name}`, or `{other}` instead.", name)
+                raise RequestError(f"Give either `{name}` or `{other}`.", name)
         left, right = self.sides
         if len(left) not in {1, len(right)}:
             raise RequestError("`text_1` must have one text, or as many as `text_2`.", "text_1")
@@ -283,7 +283,7 @@ class PoolingApi:
             async for _, delta in deltas:
                 vector.frombytes(delta.vector)
         if not vector:
-            raise UnavailableError("A node returned no vector; all nodes need this version.", status=500)
+            raise UnavailableError("A node returned no vector; all nodes need this version of Baton.", status=500)
         return vector
 
     def _finished(self, vector: "array[float]", dimensions: int | None = None) -> "array[float]":

@@ -135,7 +135,7 @@ class MessageItem(ResponseItem):
     @model_validator(mode="after")
     def _check_images(self) -> "MessageItem":
         if self.role == "assistant" and not isinstance(content_of(self.content), str):
-            raise PydanticCustomError("image", "is a message of the assistant, which has no images")
+            raise PydanticCustomError("image", "is a message of the assistant, which cannot contain images")
         return self
 
 

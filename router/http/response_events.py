@@ -145,7 +145,7 @@ class ResponseEvents:
         return events
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
-        """Return the logprobs of the tokens since the last call. The text of some of them may have been held back."""
+        """Return the logprobs of the tokens since the last call. The text of some tokens may have been held back."""
         pending, self._pending = self._pending, []
         if not self._body.has_logprobs:
             return []
@@ -157,7 +157,7 @@ class ResponseEvents:
         return self._event(f"response.{kind}", item_id=self._item["id"], output_index=place, **fields)
 
     def _open(self, kind: str, part: AnswerPart) -> list[Event]:
-        """Begin an item. `part` is the first part of its text."""
+        """Begin an item of the output. `part` is the first part of the answer that belongs to the item."""
         output, response_id = self.response["output"], self.response["id"]
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         digest = hashlib.sha256(f"{response_id}.{len(output)}".encode()).hexdigest()
@@ -213,7 +213,7 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy that later changes to the item do not affect."""
+    """Return a copy of an item, which stays as it is when the item changes."""
     return {key: [*value] if isinstance(value, list) else value for key, value in item.items()}
 
 

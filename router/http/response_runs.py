@@ -33,7 +33,7 @@ log = logging.getLogger("baton.responses")
 Result = TypeVar("Result")
 # If the store does not answer, a call is repeated every STORE_PAUSE_S seconds, for up to STORE_PATIENCE_S seconds.
 STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0
-TAKEN_AT_ONCE = 16  # responses that are taken over before the store is asked for more
+TAKEN_AT_ONCE = 16  # maximum number of responses for which the store is asked at once
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ def chat_of(stored: StoredResponse) -> ChatBody:
 async def fit(
     body: ResponsesBody, context: Sequence[Item], build: Callable[[ChatBody], Awaitable[list[GenerationRequest]]]
 ) -> tuple[ChatBody, GenerationRequest]:
-    """Return the chat that generates a response, and its request, which `build` returns.
+    """Return the chat that generates a response, and the request that `build` returns for this chat.
 
     If the chat is too long for the model, and the truncation is "auto", leave out as few of the oldest turns as
     possible. The last turn is never left out. Raises RequestError.
@@ -148,15 +148,15 @@ class ResponseRuns:
     def __init__(self, models: ServedModels, store: ResponsesStore, owner: str, slots: RequestSlots) -> None:
         """`owner` is the id of this router. The router gets a new id each time it starts."""
         self.store = store
-        # Errors of foreground runs that failed before their first token. The handler takes them from here.
+        # Errors of foreground runs that failed before their first token, keyed by response. Handlers remove them.
         self.errors: dict[str, Exception] = {}
         self._models = models
         self._owner = owner
         self._slots = slots
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._owners: dict[str, str] = {}  # the name under which each run holds its lease
+        self._owners: dict[str, str] = {}  # the names under which the runs hold their leases, keyed by response
         self._group = TaskGroup()
-        self._news: dict[str, asyncio.Event] = {}  # set when an entry was appended to a response's log
+        self._news: dict[str, asyncio.Event] = {}  # set when an entry was appended to the log, keyed by response
 
     def open(self) -> None:
         if self.store.is_shared:
@@ -171,8 +171,8 @@ class ResponseRuns:
         await self.store.close()
 
     async def create(self, stored: StoredResponse, request: GenerationRequest, *, is_background: bool) -> None:
-        """Store a response and start to generate it. If this fails or is cancelled, the client never gets the id, so
-        the response is cancelled if the store creates it nevertheless."""
+        """Store a response and start to generate it. If the store fails or the caller is cancelled, the client gets no
+        id. The response is then cancelled, because the store may have created it nevertheless."""
         creating = asyncio.ensure_future(self.store.create(stored, self._owner))
         try:
             await asyncio.shield(creating)
@@ -277,7 +277,7 @@ class ResponseRuns:
                     if not await self._append(run, position, delta, ends=text.finish is not None):
                         return
                     position += 1
-        except Exception as error:  # noqa: BLE001 - becomes the end of the response
+        except Exception as error:  # noqa: BLE001 - the response ends with this error
             if not run.is_background and position == 0:
                 self.errors[name] = error
             _, value, _ = described(error, name)
@@ -305,8 +305,8 @@ class ResponseRuns:
             await asyncio.sleep(LEASE_S / 4)
 
     async def _take_over(self) -> None:
-        """Take over responses whose lease has expired, a few at a time, because their leases are renewed only once they
-        run."""
+        """Take over responses whose lease has expired. Take a few at a time, because their new leases are renewed only
+        once the responses run, and must not expire before."""
         while True:
             names: list[str] = []
             limit = min(TAKEN_AT_ONCE, self._slots.limit - self._slots.used)

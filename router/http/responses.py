@@ -17,7 +17,7 @@ from router.text.tool_parser import AnswerPart, call_id
 from shared.rpc.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"
-LONG_LIST = 512  # a longer list is encoded in pieces; a list of choices is not longer
+LONG_LIST = 512  # a longer list is encoded 64 items at a time; a response has at most this many choices
 FLOOR = -9999.0  # replaces lower logprobs, as in vLLM, because JSON has no -Infinity
 
 
@@ -27,8 +27,8 @@ def dump(value: object) -> str:
 
 
 def dump_in_parts(value: object, depth: int = 5) -> str:
-    """Return the same JSON as `dump`, but encode the parts of objects and lists one by one down to the given depth. One
-    call of the json module for a large value would hold the interpreter lock for seconds."""
+    """Return the same JSON as `dump`, but encode the items of objects and lists one by one, down to the given depth.
+    For a large value, one call of the json module would hold the interpreter lock for seconds."""
     if depth and isinstance(value, dict):
         return "{" + ",".join([f"{dump(key)}:{dump_in_parts(each, depth - 1)}" for key, each in value.items()]) + "}"
     if isinstance(value, list) and len(value) > LONG_LIST:
@@ -43,7 +43,7 @@ def event(value: object) -> bytes:
 
 
 def typed_events(events: Iterable[dict[str, Any]]) -> bytes:
-    """Return server-sent events. Each is named after its data's `type`, as in the Responses and Messages APIs."""
+    """Return server-sent events. The `type` of an event is also its name, as in the Responses and Messages APIs."""
     return "".join(f"event: {each['type']}\ndata: {dump(each)}\n\n" for each in events).encode()
 
 
@@ -160,7 +160,7 @@ class ResponseFormatter:
         )
 
     def ending(self) -> bytes:
-        """Return the event that ends the stream, preceded by the usage if the client requested the usage."""
+        """Return the event that ends the stream, after an event with the usage if the client requested this event."""
         if not self._body.stream_options.include_usage:
             return DONE
         return event(self._envelope | {"choices": [], "usage": self.usage()}) + DONE
@@ -277,7 +277,7 @@ class CompletionLogprobs:
 
     def __init__(self, name: Callable[[int], str], num_top: int, detokenizer: Detokenizer, start: int) -> None:
         """`name` returns the name of a token. `start` is the offset of the first generated token, and `detokenizer` is
-        a new detokenizer of the answer."""
+        a new detokenizer for the answer."""
         self._name = name
         self._num_top = num_top
         self._detokenizer = detokenizer
@@ -286,8 +286,8 @@ class CompletionLogprobs:
     def format(
         self, entries: Sequence[Logprobs], unscored: int | None = None, echoed: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Return the API's four lists for the next tokens. `unscored` is a prompt's first token; it has no logprob.
-        `echoed` has the offsets of the prompt's tokens, with which the lists then begin."""
+        """Return the API's four lists for the next tokens. If the prompt is echoed, the lists begin with its tokens:
+        `unscored` is the prompt's first token, which has no logprob, and `echoed` has the offsets of all its tokens."""
         rows: list[tuple[int, float | None, dict[str, float] | None]]
         rows = [] if unscored is None else [(unscored, None, None)]
         rows += [(entry.token, _finite(entry.logprob), self._top(entry)) for entry in entries]

@@ -163,7 +163,7 @@ class ResponsesApi:
         if stream not in ("true", "false"):
             raise RequestError("`stream` must be true or false.", "stream")
         if after != "-1" and (stream == "false" or not after.isascii() or not after.isdigit() or len(after) > 9):
-            raise RequestError("`starting_after` must be the number of an event, with `stream`.", "starting_after")
+            raise RequestError("`starting_after` must be an event's number, and needs `stream`.", "starting_after")
         runs, stored = await self._stored(request)
         if stream == "false":
             return JSONResponse(await runs.snapshot(stored))
@@ -225,7 +225,7 @@ class ResponsesApi:
         if response["status"] not in ("completed", "incomplete"):
             text = f"The previous response has the status {response['status']}; it must be completed or incomplete."
             raise RequestError(text, "previous_response_id", "invalid_value")
-        # The arguments of a call may have been cut, or may be invalid JSON. Chat templates require an object.
+        # The arguments of a call may be incomplete or invalid JSON. Chat templates require an object.
         output = [
             item | {"arguments": "{}"} if object_in(item.get("arguments") or "{}") is None else item
             for item in response["output"]

@@ -1,4 +1,4 @@
-"""vLLM's structural tags: an answer is free text in which a trigger begins a tag, whose content matches a schema."""
+"""vLLM's structural tags: free text that contains tags. A trigger begins a tag, whose content matches a schema."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -36,14 +36,14 @@ class StructuralTags(StrictModel):
         if stray := next(
             (tag.begin for tag in self.structures if not tag.begin.startswith(tuple(self.triggers))), None
         ):
-            raise RequestError(f"`{param}`: no trigger begins the tag {json.dumps(stray)}.", param)
+            raise RequestError(f"`{param}`: the tag {json.dumps(stray)} does not begin with a trigger.", param)
         unused = next((each for each in self.triggers if not self._tags_of(each)), None)
         if unused is not None:
-            raise RequestError(f"`{param}`: no tag begins with the trigger {json.dumps(unused)} alone.", param)
+            raise RequestError(f"`{param}`: the trigger {json.dumps(unused)} begins no tag.", param)
 
     def _tags_of(self, trigger: str) -> list[StructuralTag]:
-        """Return the tags that this trigger starts. If a tag begins with several triggers, the shortest of these
-        triggers starts the tag, because it is complete first."""
+        """Return the tags that this trigger starts. If a tag begins with several triggers, the shortest of them starts
+        the tag, because an answer contains the shortest trigger first."""
         others = tuple(other for other in self.triggers if trigger.startswith(other) and other != trigger)
         return [tag for tag in self.structures if tag.begin.startswith(trigger) and not tag.begin.startswith(others)]
 

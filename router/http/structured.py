@@ -32,9 +32,9 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_BYTES)]
 class Constraint:
     """A constraint on an answer. It has not been checked yet.
 
-    `param` is the parameter that an error names. `text` is a grammar: in Lark or GBNF if `is_source` is set, or else in
+    `param` is the parameter that an error names. `text` is a grammar, in Lark or GBNF if `is_source` is set, or else in
     llguidance's format. `schema` is the client's JSON schema, if there is one. If `tags` is given, the grammar is made
-    from the tags, and `text` is not used.
+    from the tags instead of `text`.
     """
 
     param: str
@@ -160,7 +160,7 @@ def schema_constraint(schema: Schema, param: str, **options: Any) -> Constraint:
     _check_depth(schema, param)
     _check_size(len(json.dumps(schema, ensure_ascii=False).encode()), param)
     if place := next((path for path, each in _objects(schema) if "$ref" in each and "$id" in each), None):
-        text = f"`{param}`: `$ref` next to `$id` cannot be enforced (in {place}), because drafts differ in its meaning."
+        text = f"`{param}`: `$ref` next to `$id` cannot be enforced (in {place}): drafts give it different meanings."
         raise RequestError(text, param, "invalid_grammar")
     return Constraint(param, json_grammar(schema, **options), schema=schema)
 

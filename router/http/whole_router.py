@@ -1,4 +1,4 @@
-"""The routes whose answers cover all workers of a router, whichever worker the client is connected to.
+"""The routes whose answers cover all workers of a router. The client may be connected to any worker.
 
 Each worker answers the other workers on a Unix socket. No key is needed, because only the user who runs the router can
 open the socket. A worker that is being restarted is left out.

@@ -276,7 +276,7 @@ def test_openais_harmless_fields_are_ignored():
     ("fields", "says"),
     [
         ({"messages": [{"role": "assistant", "content": None}]}, "must not be null, except in a message with"),
-        ({"messages": [with_arguments("[1]")]}, "must be the text of a JSON object"),
+        ({"messages": [with_arguments("[1]")]}, "must be a JSON object as a string"),
         ({"messages": [RESULT]}, "is not the id of a call in an earlier message of the assistant"),
         ({"tools": [TOOL, TOOL]}, "is the name of an earlier tool: `f`"),
         ({"tool_choice": "any"}, 'must be "none", "auto", "required" or an object'),

@@ -44,9 +44,9 @@ BAD: list[tuple[PoolingRule, str, dict[str, Any], str]] = [
     (PoolingRule(refusal="No."), "/v1/rerank", {"query": "a", "documents": ["b"]}, "No."),
     (RANKS, "/v1/embeddings", {"input": "a"}, "reranker; use /v1/rerank"),
     (EMBEDS, "/v1/embeddings", {}, "`input`: Field required"),
-    (EMBEDS, "/v1/embeddings", {"input": []}, "`input`: must be a string"),
-    (EMBEDS, "/v1/embeddings", {"input": ""}, "`input`: must be a string"),
-    (EMBEDS, "/v1/embeddings", {"input": [-1]}, "`input`: must be a string"),
+    (EMBEDS, "/v1/embeddings", {"input": []}, "`input`: must be an input (a string"),
+    (EMBEDS, "/v1/embeddings", {"input": ""}, "`input`: must be an input (a string"),
+    (EMBEDS, "/v1/embeddings", {"input": [-1]}, "`input`: must be an input (a string"),
     (EMBEDS, "/v1/embeddings", {"input": ["a"] * 2049}, "1 to 2048"),
     (EMBEDS, "/v1/embeddings", {"input": [330]}, "Token ids in `input` must be from 0 to 329"),
     (EMBEDS, "/v1/embeddings", {"input": [1] * 200}, "An input has 200 tokens; at most 199 fit"),
@@ -61,8 +61,8 @@ BAD: list[tuple[PoolingRule, str, dict[str, Any], str]] = [
     (RANKS, "/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "`top_n`"),
     (RANKS, "/v1/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 4}, "shorten the documents"),
     (RANKS, "/v1/rerank", {"query": "a", "documents": ["b " * 300]}, "at most 199 fit"),
-    (EMBEDS, "/v1/score", {"text_1": "a"}, "Give `text_2`, or `documents` instead."),
-    (EMBEDS, "/v1/score", {"text_1": "a", "queries": "a", "text_2": "b"}, "Give `text_1`, or `queries` instead."),
+    (EMBEDS, "/v1/score", {"text_1": "a"}, "Give either `text_2` or `documents`."),
+    (EMBEDS, "/v1/score", {"text_1": "a", "queries": "a", "text_2": "b"}, "Give either `text_1` or `queries`."),
     (EMBEDS, "/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "as many as `text_2`"),
 ]
 

@@ -119,8 +119,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "structural_tag"}}, "response_format", "structures: Field required"),
     ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format.format", "Unknown parameter"),
     ({"response_format": {"type": "text", "triggers": ["a"]}}, "response_format", "type: Input should be"),
-    ({"response_format": TAGS | {"triggers": ["<x"]}}, "response_format", 'no trigger begins the tag "<fn=f>"'),
-    ({"response_format": TAGS | {"triggers": ["<fn=", "<y"]}}, "response_format", "no tag begins with the trigger"),
+    ({"response_format": TAGS | {"triggers": ["<x"]}}, "response_format", 'the tag "<fn=f>" does not begin'),
+    ({"response_format": TAGS | {"triggers": ["<fn=", "<y"]}}, "response_format", 'the trigger "<y" begins no tag'),
     (
         {"structured_outputs": {"structural_tag": '{"type": "structural_tag", "format": {}}'}},
         *("structured_outputs.structural_tag", "only xgrammar's structural tags"),

@@ -262,16 +262,8 @@ class RedisStore(ResponsesStore):
 
     @_command
     async def append(self, response_id: str, owner: str, position: int, delta: TokenDelta, *, ends: bool) -> bool:
-        arguments: list[Any] = [
-            owner,
-            position,
-            int(LEASE_S * 1000),
-            int(ends),
-            response_id,
-            encode(delta),
-            RETENTION_S,
-        ]
-        return bool(await self._append(keys=self._keys(response_id), args=arguments))
+        args: list[Any] = [owner, position, int(LEASE_S * 1000), int(ends), response_id, encode(delta), RETENTION_S]
+        return bool(await self._append(keys=self._keys(response_id), args=args))
 
     @_command
     async def end(self, response_id: str, delta: TokenDelta) -> None:

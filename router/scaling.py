@@ -86,7 +86,7 @@ def recent_rate(total: float, count: int) -> float:
     return total / RECENT_S * max(0.0, 1 - 2 / sqrt(count)) if count else 0.0
 
 
-def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = QUEUE_S) -> float | None:
+def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = 0.0) -> float | None:
     """Return how many nodes are needed to compute the prompts, or None if the speed of the nodes is unknown.
 
     When the load rises, the queue grows sooner than the mean rate of arrivals over a minute. The result therefore also

@@ -294,7 +294,7 @@ class MessageEvents:
     def start(self, cached_tokens: int) -> list[Event]:
         usage = {"input_tokens": self._num_prompt - cached_tokens, "output_tokens": 0}
         self.message["usage"] = usage | {"cache_read_input_tokens": cached_tokens, "cache_creation_input_tokens": 0}
-        return [{"type": "message_start", "message": self.message | {"content": [], "usage": self.message["usage"]}}]
+        return [{"type": "message_start", "message": self.message | {"content": []}}]
 
     def add(self, delta: TextDelta, *, has_calls: bool) -> list[Event]:
         """Return the events for a delta. `has_calls` is true if the answer so far has tool calls."""

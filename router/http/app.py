@@ -208,14 +208,8 @@ class CompletionsApi:
         else:
             ids, _ = await encode_chat(tokenizer, body, self.generation.images)
         names = await run_in_thread(lambda: [*map(tokenizer.token_name, ids)]) if body.return_token_strs else None
-        await reply.json(
-            {
-                "count": len(ids),
-                "max_model_len": self.generation.model.max_model_len,
-                "tokens": ids,
-                "token_strs": names,
-            }
-        )
+        context = self.generation.model.max_model_len
+        await reply.json({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names})
 
     async def detokenize(self, body: DetokenizeBody, reply: ResponseWriter) -> None:
         """Handle POST /detokenize, with the fields of vLLM. The text includes special tokens."""

@@ -104,12 +104,11 @@ class ApiKeys:
         return list(entries.items())
 
     def _text(self, where: str) -> str:
+        if not self._path:
+            return ""
         try:
-            data = b""
-            if self._path:
-                with open(self._path, "rb") as file:
-                    data = file.read(MAX_FILE_BYTES + 1)
-            text = data.decode("ascii")
+            with open(self._path, "rb") as file:
+                text = file.read(MAX_FILE_BYTES + 1).decode("ascii")
         except OSError as error:
             fix = f"; the file has only hashes, so let user {os.getuid()} read it (chmod a+r, or chown {os.getuid()})"
             fix = fix if isinstance(error, PermissionError) else ""

@@ -60,11 +60,11 @@ async def build_requests(
     if body.bad_words:
         sampling.bad_words = await run_in_thread(_spellings, body.bad_words, model, tokenizer)
     prompts, media = await _encoded(body, model, tokenizer, images)
-    grammar = await _grammar(body, model, grammars or GrammarChecker(), tokenizer)
+    checker = grammars or GrammarChecker()
+    grammar = await _grammar(body, model, checker, tokenizer)
     if isinstance(body, ChatBody):
         if has_calls := enforces_calls(body):
             _check_can_end(body, model, "tools")
-            checker = grammars or GrammarChecker()
             loop = asyncio.get_running_loop()
             grammar = await loop.run_in_executor(checker.thread, call_grammar, body, tokenizer, checker)
         if grammar:

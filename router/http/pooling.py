@@ -286,7 +286,7 @@ class PoolingApi:
             raise UnavailableError("A node returned no vector; all nodes need this version of Baton.", status=500)
         return vector
 
-    def _finished(self, vector: "array[float]", dimensions: int | None = None) -> "array[float]":
+    def _finished(self, vector: "array[float]", dimensions: int | None) -> "array[float]":
         """Return the first `dimensions` numbers of a vector (Matryoshka embeddings). If the model normalizes its
         vectors, normalize the result."""
         cut = vector[:dimensions]

@@ -89,12 +89,12 @@ class ResponseEvents:
             events.append(self._end("incomplete" if is_cut else "completed"))
         return events
 
-    def fail(self, status: str, code: str = "server_error", message: str = "") -> list[Event]:
+    def fail(self, status: str, message: str) -> list[Event]:
         """End the response with the status "failed" or "cancelled"."""
         events = self._close("incomplete")
         self._count(0)
         if status == "failed":
-            self.response["error"] = {"code": code, "message": message}
+            self.response["error"] = {"code": "server_error", "message": message}
         return [*events, self._end(status)]
 
     # ---- the response --------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class Replay:
         """Return the events for an entry of the log."""
         self.tokens += unpack_ids(delta.tokens)
         if delta.error:
-            return self.events.fail("cancelled" if delta.error == CANCELLED else "failed", message=delta.error)
+            return self.events.fail("cancelled" if delta.error == CANCELLED else "failed", delta.error)
         self._cached_tokens = max(self._cached_tokens, delta.cached_tokens)
         return self.events.add(self._choice.process(delta), self._cached_tokens)
 

@@ -108,7 +108,7 @@ class ResponsesApi:
             if started or not body.stream:  # the reply can still have an error status
                 raise
             _, value, _ = described(error, response_id)
-            await reply.events(typed_events(events.fail("failed", message=value["error"]["message"])))
+            await reply.events(typed_events(events.fail("failed", value["error"]["message"])))
         if body.stream:
             await reply.end()
         else:

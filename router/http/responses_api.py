@@ -188,7 +188,7 @@ class ResponsesApi:
         """Handle GET /v1/responses/{id}/input_items."""
         (_, stored), query = await self._stored(request), request.query_params
         limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
-        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MAX_LIMIT:
+        if not limit.isascii() or not limit.isdigit() or len(limit) > 3 or not 1 <= int(limit) <= MAX_LIMIT:
             raise RequestError(f"`limit` must be from 1 to {MAX_LIMIT}.", "limit")
         if order not in ("asc", "desc"):
             raise RequestError("`order` must be asc or desc.", "order")

@@ -100,7 +100,8 @@ class ApiKeys:
                 if entries.setdefault(bytes.fromhex(match["hash"]), identity) is not identity:
                     raise ConfigError(f"{where}, line {number}: repeats an earlier key; a key has one tenant")
         if not 0 < len(entries) <= MAX_KEYS:
-            raise ConfigError(f"{file}: has {len(entries)} keys: must be 1 to {MAX_KEYS}")
+            named = file if self._path else "--api-keys"
+            raise ConfigError(f"{named}: has {len(entries)} keys: must be 1 to {MAX_KEYS}")
         return list(entries.items())
 
     def _text(self, where: str) -> str:

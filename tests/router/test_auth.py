@@ -59,6 +59,8 @@ def test_a_key_identifies_its_tenant(file: Path) -> None:
     for wrong in (b"", b"x", ACME.encode()[:-1], ACME.upper().encode(), b"\xff" * 9, b"k" * 2**20):
         assert keys.identify(wrong) is None
     assert ApiKeys("", more=",".join(LINES)).identify(OTHER.encode()) == Identity("other")
+    with pytest.raises(ConfigError, match=r"^--api-keys: has 0 keys"):
+        ApiKeys("", more="#")
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = Fa
 def _log_addresses(listeners: list[socket.socket], scheme: str, is_open: bool) -> None:
     for listener in [each for each in listeners if each.family != socket.AF_UNIX]:
         host, port = listener.getsockname()[:2]
-        log.info("listening on %s://%s:%d", scheme, host, port)
+        log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
         if is_open and not ip_address(host).is_loopback:
             log.warning("no API keys configured: %s:%d is open to any client; set --api-keys-file", host, port)
 

@@ -4,6 +4,7 @@ truncated or hostile. The line names the flag or file, the value and the fix.
 The tests of single tensors and of the keys of config.json are in tests/engine/test_weights.py.
 """
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,6 +290,18 @@ def test_an_address_of_another_host_is_reported(host: str, capsys: pytest.Captur
     check_refusal(
         capsys, lambda: router_main(RouterSettings(model=str(DEMO), host=host, port=0, registry_port=0)), host
     )
+
+
+def test_the_router_logs_an_ipv6_address_as_a_url(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    lifetime: Any = SimpleNamespace(draining=asyncio.Event())
+    lifetime.draining.set()
+    given = RouterSettings(model=str(DEMO), host="::1", port=0, registry_port=0)
+    assert router_main(given, lambda serve: asyncio.run(serve(lifetime))) == 0
+    assert "listening on http://[::1]:" in capsys.readouterr().err
 
 
 def test_a_nodes_port_in_use_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,8 +198,9 @@ def matches(routes: Sequence[BaseRoute], scope: Scope) -> bool:
 
 
 def key_of(scope: Scope) -> bytes:
-    """Return the key of a request, or b"" if it has none. In a Basic header, the key is the password. Basic is accepted
-    only for GET and HEAD, because browsers also add the header to requests that pages of other sites start."""
+    """Return the key of a request, or b"" if there is no key. In a Basic header, the key is the password. Basic is
+    accepted only for GET and HEAD, because browsers also add this header to requests that pages of other sites start.
+    """
     headers = Headers(scope=scope)
     given = headers.getlist("authorization")
     if not given and len(keys := headers.getlist("x-api-key")) == 1:  # as in Anthropic's API

@@ -41,8 +41,7 @@ class GenerationService:
     images: ImageReader | None = None  # None if the model takes no images
 
     def name_for(self, body: Body) -> str:
-        """Return the name of the model for the response to a request: the name that the client gave, or the model's own
-        name if the client gave none."""
+        """Return the model's name for a response: the name in the request, or else the model's own name."""
         return body.model or self.model.name
 
     def adapters(self) -> dict[str, str]:
@@ -50,8 +49,8 @@ class GenerationService:
         return {name: digest for name, digest in self.dispatcher.adapters().items() if name != self.model.name}
 
     def adapter_of(self, body: Body) -> str:
-        """Return the digest of the LoRA adapter that a request names, or "" if it names none. Raises RequestError if
-        the adapter was unloaded since the request arrived."""
+        """Return the digest of the LoRA adapter that a request names, or "" if the request names no adapter. Raises
+        RequestError if the adapter was unloaded since the request arrived."""
         if not body.model or body.model == self.model.name:
             return ""
         if (digest := self.adapters().get(body.model)) is None:

@@ -21,7 +21,7 @@ from shared.rpc.messages import Logprobs, TokenDelta, unpack_ids
 
 @dataclass(slots=True)
 class TextDelta:
-    """The text and tokens that one token delta adds to a choice. A part of the text may come from tokens of earlier
+    """The text and tokens that one token delta adds to a choice. Some of the text may belong to tokens of earlier
     deltas, because incomplete characters and possible stop strings are held back."""
 
     text: str

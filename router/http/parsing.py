@@ -100,7 +100,7 @@ async def build_requests(
 
 
 async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker, tokenizer: Tokenizer) -> str:
-    """Return the grammar that the answers must match, or "" for none."""
+    """Return the grammar that the answers must match, or "" if any answer is allowed."""
     constraint = body.constraint()
     if constraint is None:
         return ""

@@ -71,7 +71,7 @@ class ResponseEvents:
         return [*events, self._of_response("response.in_progress")]
 
     def add(self, delta: TextDelta, cached_tokens: int) -> list[Event]:
-        """Return the events for a delta. `cached_tokens` is the length of the cached prefix of the prompt."""
+        """Return the events for a delta. `cached_tokens` is the number of the prompt's tokens that were cached."""
         events: list[Event] = []
         self._pending += delta.logprobs
         self._num_generated += len(delta.tokens)

@@ -60,11 +60,11 @@ def is_single(body: ChatBody) -> bool:
 
 
 def call_grammar(body: ChatBody, tokenizer: Tokenizer, checker: GrammarChecker) -> str:
-    """Return the grammar of an answer whose calls are enforced. The grammar does not cover the reasoning. The function
-    blocks, so callers run it on the checker's thread.
+    """Return the grammar that enforces the calls of an answer. It does not cover the reasoning. The function blocks, so
+    callers run it on the checker's thread.
 
-    The arguments of a strict tool must match its schema. If this schema cannot be enforced, the request is refused. For
-    other tools, a schema that cannot be enforced is ignored. Raises RequestError, which names the tool.
+    The arguments of a strict tool must match its schema. If this schema cannot be enforced, raise RequestError, which
+    names the tool. For other tools, a schema that cannot be enforced is ignored.
     """
     choice, tools = body.tool_choice, []
     for number, tool in enumerate(body.tools):

@@ -1,7 +1,7 @@
 """Attention over the KV pool: the interface, and the reference in plain torch.
 
 The keys and values of the current step are stored before attention runs. The reference gathers the blocks of each slice
-and cuts them to the length of the slice's context. A NaN in the unused tail of a block, or in the blocks of another
+and drops the positions after the slice's context. A NaN in the unused tail of a block, or in the blocks of another
 request, therefore cannot affect the result.
 """
 
@@ -108,18 +108,18 @@ class ImagesPlan:
 
 @dataclass(slots=True)
 class _Reach:
-    """The part of the pool that one slice reads in layers with a given window."""
+    """The part of the pool that a slice reads, in all layers with the same window."""
 
     queries: slice  # rows of the packed batch
     pieces: Tensor  # int64 [kv_heads * blocks]: indices of a layer's (block, head) pieces, sorted by head
-    length: int  # number of context tokens; the unused tail of the last block is cut off
+    length: int  # number of context tokens; the unused tail of the last block is dropped
     mask: Tensor | None  # bool [queries, context]; None if all positions are visible or `causal` is set
     causal: bool
 
 
 class TorchAttention:
     name = "torch"
-    captures = False  # plans depend on lengths on the host
+    captures = False  # plans read the lengths on the host, which a graph cannot contain
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
@@ -131,9 +131,9 @@ class TorchAttention:
 class TorchPlan:
     """The reference attention of one step.
 
-    The reference backend creates such a plan for each batch. Other backends use it for layers that their own kernels
-    do not support. Plans are used on the engine's thread. The list of the blocks that a slice reads is computed once
-    for each window size."""
+    The reference backend creates such a plan for each batch. Other backends use such plans for layers that their own
+    kernels do not support. Plans are used on the engine's thread. The list of the blocks that a slice reads depends on
+    the window of a layer, and is computed once for each window."""
 
     def __init__(self, pool: KVPool, batch: Batch) -> None:
         layout = pool.layout

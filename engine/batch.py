@@ -1,7 +1,7 @@
 """Packs the slices of a step into the flat integer tensors that a forward pass reads, for any model.
 
-The time that Python spends on a slice does not depend on the length of the slice's context, except for the time to copy
-the slice's row of the block table.
+Packing a slice takes the same time for a context of any length, except for the copy of the slice's row of the block
+table.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from engine.models.kv_places import KVPlaces, all_in_one_row
 from scheduler.request import Request, RequestState, Slice, StateUse, cdiv
 
 IntArray = NDArray[np.int32]
-FEW_TOKENS = 8  # a call of NumPy takes longer than Python needs for so many tokens
+FEW_TOKENS = 8  # for up to this many tokens, plain Python is faster than NumPy
 KEPT_ROWS = 1024  # if the tables of more requests than this are cached, the tables of ended requests are dropped
 
 
@@ -30,13 +30,13 @@ class StateBatch:
     are merged, `cu_q`, int32 [S + 1], has the index of the first token of each merged slice. If no slices are merged,
     `cu_q` is None, and `Batch.cu_q` is used.
 
-    `rows` is int64 [3, S, R]: for each slice, the rows of the state that it reads, of the state that it writes, and of
-    the state that it saves. If there is no such state, the rows are -1. A slice that reads no state begins with a state
-    of zeros. A step never writes a state that it reads.
+    `rows`, int64 [3, S, R], has for each slice the rows of three states, in order: the state that the slice reads, the
+    state that it writes, and the state that it saves. The rows of a missing state are -1. A slice that reads no state
+    begins with a state of zeros. A step never writes a state that it reads.
     """
 
     rows: Tensor
-    save_at: Tensor  # int64 [S]: number of the slice's tokens after which its state is saved; 0 if none is saved
+    save_at: Tensor  # int64 [S]: the state is saved after this many tokens of the slice; 0 if it is not saved
     cu_q: Tensor | None = None
     places: Tensor | None = None  # result of `KVPool.state_places` for `rows`; None until a layer needs it
 
@@ -57,8 +57,8 @@ class Batch:
     tokens of its context: token j of slice s is at position kv_lens[s] - count + j, where count is the number of tokens
     of the slice.
 
-    `carried` is used while the previous step is pending. Its entry (t, d) means that token t of this batch is draw d of
-    the previous step, in the order of that step's `sampled`. `tokens[t]` is 0 until the runner inserts the draw.
+    `carried` is used while the previous step is pending. An entry (t, d) means that token t of this batch is the token
+    that slice sampled[d] of the previous step draws. `tokens[t]` is 0 until the runner inserts the drawn token.
 
     `slots` and `block_table` are for the layers that use the first table (see `KVPlaces`). `others` has the slots and
     block tables for the other layers. If all tokens of a block are outside of the layers' window, the table's entry
@@ -84,10 +84,10 @@ class Batch:
     images: BatchImages | None = None  # the runner sets this
     # Maps the index of a slice to the positions [start, end) of its images whose tokens attend to each other.
     spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    # Hidden states for a draft head. The dict's keys are the indices of some layers. For each of these layers, the pass
-    # stores the hidden states before the layer, [T, hidden_size].
+    # Hidden states for a draft head: maps the index of a layer to the hidden states before it, [T, hidden_size]. The
+    # caller sets the keys, and the pass sets the values.
     captured: dict[int, Tensor] = field(default_factory=dict)
-    first_key: int = 0  # queries see no position before this one, except their own position; 1 for a draft head
+    first_key: int = 0  # queries see no position before this one; 1 for a draft head
 
     @property
     def counts(self) -> list[int]:
@@ -131,7 +131,7 @@ class Batch:
 
 
 def num_scored(slice_: Slice) -> int:
-    """Return how many rows of a slice precede a prompt token whose logprob was requested."""
+    """Return for how many rows of a slice the next token is a prompt token whose logprob was requested."""
     request = slice_.request
     return max(0, min(slice_.end, request.num_prompt - 1) - slice_.start) if request.needs_prompt_logprobs else 0
 
@@ -169,8 +169,8 @@ class BlockRows:
     def _row(self, request: Request, number: int, count: int) -> IntArray:
         """Return the first `count` rows in a request's table.
 
-        A request's table only grows, until preemption replaces it with a new table. Rows that were released stay in the
-        cached array, but no slice reads them.
+        A request's table only grows, until a preemption replaces it with a new table. The cached array still has rows
+        that the request released, but no slice reads them.
         """
         table, kept = request.tables[number], self._rows[number].get(request.id)
         row = kept[2] if kept is not None and kept[1] is table else _NONE

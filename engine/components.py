@@ -50,7 +50,7 @@ SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-d
 def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineComponents:
     """Build the components for `options`.
 
-    If `borrowed` is given, the node uses this KV memory, which another node owns, and does not allocate KV memory.
+    If `borrowed` is given, the node uses this KV memory of another node, and allocates no KV memory of its own.
     Raises ValueError if the model, the memory or the device is not available; the message states the remedy.
     """
     with stage(f"starting the engine (--device {options.device})", "free memory on it, or choose another"):
@@ -81,7 +81,7 @@ def _build_on_cpu(
     emulation = load_emulation(options.emulate) if options.emulate else None
     runs_model = emulation is None and options.runner == "torch"
     loaded = None
-    if runs_model and config.transformers:  # the sizes of keys and values are known only after a pass of the model
+    if runs_model and config.transformers:  # the sizes of keys and values are known only after a probe pass
         loaded = _loaded_on_cpu(options, config, path)
         config = loaded[1].config
     layout = cpu_layout(options, config)

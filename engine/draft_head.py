@@ -26,8 +26,8 @@ def head_places(places: KVPlaces) -> KVPlaces:
 
 @dataclass(slots=True)
 class KeptFeatures:
-    """The features (the head's inputs) at the last positions of a request. `rows` maps each position to its features;
-    the positions of the latest step come last."""
+    """The features (inputs of the head) at the last positions of a request. `rows` maps each position to its features,
+    with the positions of the latest step at the end."""
 
     request: Request
     epoch: int
@@ -49,8 +49,8 @@ class DraftHead(TimedDrafter):
     def __init__(
         self, model: HeadDecoder, pool: KVPool, kernels: Kernels, attention: AttentionBackend, num_tokens: int
     ) -> None:
-        """`pool` is a view of the model's pool in which the head is the only layer. At most `num_tokens` tokens of a
-        request are guessed in one step."""
+        """`pool` is a view of the model's pool in which the head is the only layer. `num_tokens` is the maximum number
+        of tokens that are guessed for a request in one step."""
         self.model = model
         self._num_kept = num_tokens + 2  # number of positions whose features are kept: those of a step with guesses
         self._pool, self._kernels, self._attention = pool, kernels, attention
@@ -67,7 +67,8 @@ class DraftHead(TimedDrafter):
     # ---- before and after the model's steps -------------------------------------------------------------------
 
     def extended(self, step: Step) -> Step:
-        """Return the step. A slice begins one token earlier if the hidden state before the slice is not known."""
+        """Return the step, in which a slice also includes the token before it if that token's hidden state is not
+        known."""
         slices, ends = list[Slice](), dict[str, int]()
         for slice_ in step.slices:
             request, before = slice_.request, slice_.start - 1
@@ -120,7 +121,7 @@ class DraftHead(TimedDrafter):
 
     def _store(self, slices: Sequence[Slice], features: Tensor, ends: Sequence[int]) -> None:
         """In each state that the slices write or save, store the features of the state's last token."""
-        first: Slice | None = None  # the slice that the following slices continue
+        first: Slice | None = None  # the first slice of the sequence that shares a state
         for slice_, end in zip(slices, ends, strict=True):
             first = slice_ if not slice_.continues else first
             if first is None or first.state is None:

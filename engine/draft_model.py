@@ -18,8 +18,8 @@ CATCH_UP = 256  # maximum number of text tokens that a draft model computes in a
 
 @dataclass(slots=True)
 class DraftedRequest:
-    """A request and its mirror. The mirror is a request to the draft model: its tokens are those of the request,
-    followed by the guesses, and its `num_computed` is the number of tokens with KV in the draft model's pool."""
+    """A request and its mirror: the request as the draft model computes it. The mirror's tokens are the request's
+    tokens and the guesses, and its `num_computed` is the number of tokens with KV in the draft model's pool."""
 
     request: Request
     mirror: Request
@@ -36,7 +36,7 @@ class DraftModel(TimedDrafter):
     in the target's first group. The rows are therefore not allocated separately: the draft model's KV lives as long as
     the target's KV, and is reused with the target's cached prefixes. The draft model's KV is not sent in a handoff. The
     node that receives a request computes this KV from the text, at most `CATCH_UP` tokens in a step, and guesses no
-    tokens until all of it is computed."""
+    tokens while more than `CATCH_UP` tokens are missing."""
 
     runner: Runner  # runs the draft model over its own pool
     block_tokens: int
@@ -118,7 +118,7 @@ class DraftModel(TimedDrafter):
         return DraftedRequest(request, mirror, request.epoch, num_named=same)
 
     def _remember(self, drafted: DraftedRequest) -> None:
-        """Record the hashes of the text's blocks for which the draft model has KV."""
+        """Record the hash of each block of the text whose KV the draft model has computed."""
         request, mirror = drafted.request, drafted.mirror
         known = min(mirror.num_computed, drafted.num_known) // self.block_tokens
         for block in range(drafted.num_named, min(known, len(request.hashes))):

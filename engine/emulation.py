@@ -39,8 +39,8 @@ class ServingTimes:
 
 
 class Residuals(NamedTuple):
-    """Evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted step durations. They are measured on
-    steps with a predicted duration of at most `up_to_s`."""
+    """The distribution of measured / predicted step duration, for steps with a predicted duration of at most `up_to_s`.
+    The quantiles are for evenly spaced probabilities from 0 to 1."""
 
     up_to_s: float
     quantiles: tuple[float, ...]
@@ -50,9 +50,9 @@ class Residuals(NamedTuple):
 class Emulation:
     """An emulated device that runs one model. Its memory holds the KV of `kv_tokens` tokens.
 
-    `residuals` are evenly spaced quantiles, from 0 to 1, of the ratio of measured to predicted step durations. Steps
-    with prompts have separate quantiles, `prefill_residuals`, in ascending order of `up_to_s`; the last entry also
-    applies to longer steps. If `prefill_residuals` is empty, `residuals` apply to all steps."""
+    `residuals` are quantiles of measured / predicted step duration (see `Residuals`). Steps with prompts use
+    `prefill_residuals` instead, which are in ascending order of `up_to_s`; the last entry also applies to longer steps.
+    If `prefill_residuals` is empty, `residuals` apply to all steps."""
 
     name: str
     cost: CostModel
@@ -126,7 +126,7 @@ def _quantiles(data: Any, name: str) -> tuple[float, ...]:
     values = data.get(name)
     is_list = isinstance(values, list) and 0 < len(values) <= 1000
     if not is_list or not all(isinstance(each, int | float) and 0 < each < 1000 for each in values):
-        raise ValueError(f"{name} must be a list of measured divided by predicted durations: see the files in {COSTS}")
+        raise ValueError(f"{name} must be a list of ratios of measured to predicted duration: see the files in {COSTS}")
     return tuple(sorted(map(float, values)))
 
 

@@ -40,7 +40,7 @@ class EngineListener(Protocol):
         """Called before the engine looks for commands: at the start of each iteration, and regularly while idle."""
 
     def on_receiving(self, requests: list[Request]) -> None:
-        """Called when blocks have been reserved for KV that these requests receive."""
+        """Called when blocks have been reserved for the KV that these requests receive from another node."""
 
     def on_scheduled(self, step: Step) -> None:
         """Called when a step has been decided, before it is launched."""
@@ -57,7 +57,7 @@ class EngineListener(Protocol):
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was launched, but whose results have not been processed yet.
+    """A launched step whose results have not been processed yet.
 
     `pending` is None if the launch of this step failed, or if the previous step failed.
     """
@@ -113,7 +113,7 @@ class Engine:
         return self._thread.is_alive()
 
     def post(self, command: Command) -> None:
-        """Queue `command`. Commands are called with the scheduler between two steps, in posting order. Thread-safe."""
+        """Queue `command`. The engine calls it with the scheduler, between two steps. Thread-safe."""
         self._inbox.put(command)
 
     def _run(self) -> None:
@@ -148,7 +148,7 @@ class Engine:
             wait = wait and not self._scheduler.has_work
 
     def _audit(self) -> None:
-        """Check the ledger of blocks if a command has run since the last check. With many blocks, this takes long."""
+        """Check the ledger of blocks if a command has run since the last check. A check of a large pool takes long."""
         if not self._is_audited:
             self._is_audited = True
             self._scheduler.audit()
@@ -210,7 +210,7 @@ class Engine:
         self._listener.on_timing(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
-        """If requests need free blocks, wait for the next command, because it may end a transfer and so free blocks."""
+        """If requests wait for free blocks, wait for the next command and run it, because it may free blocks."""
         if step.receiving or not self._scheduler.has_work:
             return
         try:
@@ -237,9 +237,9 @@ class Engine:
         return self._run_each(flight.step)
 
     def _discard_next(self) -> None:
-        """Discard the results of the step that was launched after a failed step.
+        """Discard the results of the step that was launched after the step that has just failed.
 
-        This later step read KV that the failed step did not store, so it will run again.
+        The later step read KV that the failed step did not store, so the later step will run again.
         """
         if (behind := self._flight) is None:
             return
@@ -259,9 +259,9 @@ class Engine:
         return outputs
 
     def _check_device(self) -> None:
-        """Raise RuntimeError if a warm-up step fails too. The device is then at fault, and not the requests.
+        """Raise RuntimeError if a warm-up step fails too, because the device is then at fault, and not the requests.
 
-        The engine fails before it reports any request as failed, so that all requests are retried on other nodes.
+        The error ends the engine before any request is reported as failed, so all requests are retried on other nodes.
         """
         self.progress += 1
         try:

@@ -16,8 +16,7 @@ def use_images(runner: Runner, path: Path, config: ModelConfig, max_step_tokens:
     """Load the vision module of a model that takes images, and let the runner use it.
 
     Return None if the node cannot take images. If the model supports images but the node does not, log a warning with
-    the reason. Raises ValueError if all tokens of an image must be computed in one step, and an image may have more
-    tokens than a step.
+    the reason. Raises ValueError if the model needs all tokens of an image in one step, and a step is too small.
     """
     if not isinstance(runner, TorchRunner):
         return ImageSupport()

@@ -32,7 +32,7 @@ class StepKernels(Protocol):
         """Return the rotated queries, [T, heads, head_dim], and store the rotated keys and the values in the slots.
 
         May overwrite `qkv` [T, (heads + 2 * kv_heads) * head_dim]. If q_norm and k_norm [head_dim] are given, the RMS
-        norm is applied to each head of q and k before rotation (Qwen3). For a slot of -1 (padding), nothing is stored.
+        norm is applied to each head of q and k before rotation (Qwen3). The KV of a token whose slot is -1 is dropped.
         """
 
     def rotate_and_store_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
@@ -48,15 +48,15 @@ class StepKernels(Protocol):
         """Choose each token's experts. Return their weights (float32) and indices (int64), both [T, top_k], best first.
 
         `logits` are the router's logits, float32 [T, num_experts]. `correction` is added to the scores only for
-        choosing experts. The weights are multiplied by `factors`. Both are float32 [num_experts]. Among experts with
-        equal scores, the lowest index comes first.
+        choosing experts. The weights are multiplied by `factors`. `correction` and `factors` are float32 [num_experts].
+        Among experts with equal scores, the lowest index comes first.
         """
 
     def by_expert(self, chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Make one row per entry of `chosen`, int64 [T, top_k] (each token's experts), and sort the rows by expert.
 
-        Return `sources`, int64 [T * top_k], the token of each row; `places`, int64 [T, top_k], the row of each entry of
-        `chosen`; and the number of rows of each expert, int64 [num_experts].
+        Return three int64 tensors: the token of each row, [T * top_k]; the row of each entry of `chosen`, [T, top_k];
+        and the number of rows of each expert, [num_experts].
         """
 
     def combine(self, outputs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class CommonStep:
         dims, size = 2 * cosine.shape[-1], self.pool.layout.block_tokens
         key = rotate(latent[:, None, -dims:], cosine, sine)[:, 0]
         rows = torch.cat((latent[:, :-dims], key), dim=-1).view(len(latent), 2, -1)
-        slots = self._slots(layer).clamp(min=0)  # padding goes to the dummy block
+        slots = self._slots(layer).clamp(min=0)  # a slot of -1 becomes one of the dummy block
         place = self.pool.places.places[layer]
         self.pool.tensor[:, 0, place][slots // size, slots % size] = self.pool.stored(layer, rows)
         return torch.cat((q[..., :-dims], rotate(q[..., -dims:], cosine, sine)), dim=-1)
@@ -174,7 +174,7 @@ class TorchStep(CommonStep):
     def __init__(self, kernels: TorchKernels, batch: Batch) -> None:
         super().__init__(kernels, batch)
         size = self.pool.layout.block_tokens
-        # The KV of padding goes to block 0, the dummy block, which is never read.
+        # A token whose slot is -1 stores its KV in block 0, the dummy block, which is never read.
         self._targets = [(slots.clamp(min=0) // size, slots.clamp(min=0) % size) for slots in self.slots]
 
     def norm(self, rows: Tensor, weight: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ class PrivateMemory:
 class KVPool:
     """A view of `memory` as a tensor of shape `layout.shape`. The tensor shows what peers write to `memory`.
 
-    `places` says where each layer is in the rows. By default, a row holds all layers. If the pool's dtype is float8,
-    the keys and values of a layer are divided by the layer's `scales` (1 by default) and limited to the dtype's range.
+    `places` has the place of each layer in the rows. By default, a row holds all layers. If the pool's dtype is float8,
+    a layer's keys and values are divided by its two `scales` (1 by default) and limited to the dtype's range.
     Raises ValueError if the memory's rows do not match the layout's blocks.
     """
 

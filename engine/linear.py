@@ -36,7 +36,7 @@ class ExpertLinear(Protocol):
 class LinearFormat(Protocol):
     """A way to store and multiply weights. `name` is shown to users, for example "float32 packed".
 
-    By default, the matrices of quantized checkpoints become dense, and experts are computed one after another.
+    Unless a format overrides the methods, it makes quantized matrices dense, and multiplies experts one after another.
     """
 
     name: str
@@ -49,11 +49,11 @@ class LinearFormat(Protocol):
         return self.make(weight.dense(), bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Convert a float32 matrix that is multiplied in float32. Used for routers, because rounding could change the
-        choice of experts."""
+        """Convert a matrix without rounding it. Used for LoRA updates, and for routers (in float32), because rounding
+        could change the choice of experts."""
 
     def of_experts(self, each: list[Linear]) -> ExpertLinear:
-        """Combine the matrices of a layer's experts. This format must have made each matrix."""
+        """Combine the matrices of a layer's experts, each of which was made by this format."""
         return SeparateExperts(each)
 
 

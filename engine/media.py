@@ -33,8 +33,8 @@ class ImageFeatures:
 
 
 class ImageEncoder(Protocol):
-    """Computes the features of images. Thread-safe. It counts the images that it encoded and the images that it
-    found in its cache. `shape` is the number of tensors of an `ImageFeatures`, and their hidden size."""
+    """Computes the features of images. Thread-safe. `num_encoded` and `num_cached` count the images that it encoded and
+    those that it found in its cache. `shape` is (number of tensors in an `ImageFeatures`, hidden size)."""
 
     num_encoded: int
     num_cached: int
@@ -57,7 +57,7 @@ class ImageEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImageSupport:
-    """How a node computes images. `encoder` is None if the node runs no model (`--runner hash`)."""
+    """How a node processes images. `encoder` is None if the node runs no model (`--runner hash`)."""
 
     is_atomic: bool = False  # the tokens of an image attend to each other
     encoder: ImageEncoder | None = None
@@ -84,8 +84,8 @@ class BatchImages:
         return hidden.index_copy(0, self.rows, self.features.embeddings.to(hidden.dtype))
 
     def deepen(self, update: Tensor, layer: int) -> Tensor:
-        """Return `update` plus the images' features for a layer. `update`, [T, hidden_size], is what the layer adds to
-        the hidden states."""
+        """Return `update` with the images' features for `layer` added. `update`, [T, hidden_size], is what this layer
+        adds to the hidden states."""
         if layer >= len(self.features.deep):
             return update
         return update.index_add(0, self.rows, self.features.deep[layer].to(update.dtype))
@@ -149,7 +149,7 @@ def features_from_bytes(tensors: Sequence[bytes], count: int, shape: tuple[int, 
     if len(tensors) != num_tensors or any(len(data) != 4 * count * hidden_size for data in tensors):
         sizes = [len(data) for data in tensors]
         raise ValueError(
-            f"{sizes} bytes for {count} tokens: must be {num_tensors} tensors of {hidden_size} floats each"
+            f"{sizes} bytes for {count} tokens: must be {num_tensors} tensors of {hidden_size} floats per token"
         )
     first, *deep = (torch.frombuffer(bytearray(data), dtype=torch.float32).view(count, -1) for data in tensors)
     return ImageFeatures(first, tuple(deep))

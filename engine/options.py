@@ -22,7 +22,7 @@ from shared.kv.memory import available_bytes
 from shared.model_files import resolve
 
 CPU_BLOCK_TOKENS = 16
-DEFAULT_STATES = 24  # number of recurrent states that fit in a pool of the default size
+DEFAULT_STATES = 24  # a pool of the default size has room for this many recurrent states
 HASH_LANES = 4  # number of 64-bit integers that the hash model stores for a token
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one of them exists if CUDA works: on Linux, WSL or Jetson
 
@@ -64,7 +64,7 @@ class BuildOptions:
 
     @property
     def most_slices(self) -> int:
-        """The largest number of slices of a step, counting each guessed token as one."""
+        """The largest number of slices in a step. Each guessed token counts as a slice."""
         return min(self.max_num_seqs * (1 + self.speculative_tokens), self.max_step_tokens)
 
     @property
@@ -135,7 +135,7 @@ def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
     for given in options.lora_modules:
         name, _, directory = given.partition("=")
         if not name or not directory or name in found:
-            raise ValueError(f"--lora-modules {given[:100]}: must be name=directory, with a name that occurs once")
+            raise ValueError(f"--lora-modules {given[:100]}: must be name=directory, and each name must be unique")
         path = Path(expanduser(directory))  # unlike Path.expanduser, it accepts a user who does not exist
         try:
             found[name] = LoraAdapter(name, lora_digest(path), path)
@@ -145,8 +145,7 @@ def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
 
 
 def check_draft_model(options: BuildOptions, path: Path, config: ModelConfig) -> Path:
-    """Return the directory of the draft model. Raises ValueError if the draft model cannot guess
-    tokens for the model in `path`."""
+    """Return the directory of the draft model. Raises ValueError if it cannot guess tokens for the model in `path`."""
     try:
         draft = resolve(options.draft_model)
         theirs = read_model_config(draft)
@@ -162,7 +161,7 @@ def check_draft_model(options: BuildOptions, path: Path, config: ModelConfig) ->
         raise ValueError(f"{what}: {path} has sliding windows in all layers; use the method ngram")
     if theirs.max_position_embeddings < (options.max_model_len or config.max_position_embeddings):
         raise ValueError(
-            f"{what} has {theirs.max_position_embeddings} positions: lower --max-model-len to that, or choose another"
+            f"{what} has {theirs.max_position_embeddings} positions: lower --max-model-len, or choose another one"
         )
     if options.on_gpu:
         raise ValueError(f"{what}: draft models run on CPUs only; use --device cpu, or the method ngram")
@@ -171,11 +170,11 @@ def check_draft_model(options: BuildOptions, path: Path, config: ModelConfig) ->
 
 def _check_returns(options: BuildOptions, config: ModelConfig) -> None:
     """Raise ValueError if recurrent layers cannot return to the state before a wrong guess."""
-    what = f"--speculative-config: {config.architecture} has recurrent layers, with which it "
+    what = f"--speculative-config: {config.architecture} has recurrent layers, so speculative decoding"
     if options.on_gpu:
-        raise ValueError(f"{what}runs on CPUs only: use --device cpu, or omit it")
+        raise ValueError(f"{what} runs on CPUs only: use --device cpu, or omit the flag")
     if config.transformers or options.runner == "hash":
-        raise ValueError(f"{what}needs a native family (see `baton models`) and --runner torch: omit it")
+        raise ValueError(f"{what} needs a native family (see `baton models`) and --runner torch: omit the flag")
 
 
 def check_draft_head(options: BuildOptions, config: ModelConfig) -> ModelConfig:
@@ -230,7 +229,7 @@ def _check_cpu(options: BuildOptions, config: ModelConfig, num_pools: int) -> No
     if options.quantization != "none" and options.weight_dtype != "auto":
         raise ValueError(f"--weight-dtype {options.weight_dtype}: omit it with --quantization {options.quantization}")
     layout = cpu_layout(options, config)
-    # The pool may be too small for a request of the model's maximum length, because few requests are that long.
+    # A pool that is too small for a request of the model's maximum length is accepted: few requests are that long.
     check_holds(layout, groups_of(options, config, layout.block_bytes), options)
     size, available = num_pools * layout.num_blocks * layout.block_bytes, available_bytes()
     if size > available:
@@ -261,7 +260,7 @@ def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
 def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tuple[Group, ...]:
     """Return the groups of layers and states for which a request has rows in the pool. A row has `row_bytes` bytes.
 
-    The rows of the hash model are too small for the model's real states. The hash model's own states have two rows.
+    The hash model's rows are too small for the states of the real model, so it has its own states, with two rows each.
     """
     if options.emulate:
         return UNIFORM
@@ -285,7 +284,7 @@ def check_holds(layout: KVLayout, groups: tuple[Group, ...], options: BuildOptio
 
 def blocks_for(memory_bytes: int, one_block: KVLayout) -> int:
     """Return how many blocks fit into the memory, including the dummy block. Raises ValueError if fewer than two
-    fit."""
+    blocks fit."""
     num_blocks = memory_bytes // one_block.block_bytes
     if num_blocks < 2:
         raise ValueError(

@@ -1,8 +1,10 @@
 """Computes vectors instead of tokens, for embeddings and scores.
 
-A request whose `SamplingParams.pooling` is set ends when its prompt has been computed. Its vector is the normed hidden
-state of the last token ("last"), the mean of all tokens' normed hidden states ("mean"), or the logits of
-`allowed_tokens` as the next token ("logits"). The router does normalization and other arithmetic on vectors.
+A request whose `SamplingParams.pooling` is set ends when its prompt has been computed. `pooling` selects its vector:
+- "last": the normed hidden state of the last token
+- "mean": the mean of all tokens' normed hidden states
+- "logits": the logit of each of `allowed_tokens` as the next token
+The router does normalization and other arithmetic on vectors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +20,8 @@ KEPT_SUMS = 64  # if sums of more requests than this are kept, the sums of ended
 
 
 class Pooler:
-    """Computes the pooled vectors (embeddings) of the requests in a runner's steps. For "mean", it keeps the
-    sum over the chunks of the prompt that have been computed."""
+    """Computes the vectors of the pooled requests in a runner's steps. For "mean", it keeps the sum over the chunks of
+    the prompt that have been computed."""
 
     def __init__(self) -> None:
         # request id -> the request, and a map from n to the sum over the request's first n tokens

@@ -1,7 +1,7 @@
 """Recurrent layers: their weights, and the reference in plain torch.
 
 The recurrence runs token by token in float32. The result of a token, and the state after the token, therefore do not
-depend on where a prompt is cut into chunks.
+depend on how a prompt is divided into chunks.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class RecurrentLayer:
     """The weights of a recurrent layer apart from its projections, all float32.
 
     `first_unit` is the layer's first unit in a state (see `state_units`). For each token, the state is multiplied by
-    exp(rate * softplus(step + step_bias)). The value of a head, multiplied by `skip` (0 for the delta rule), is added
-    to the head's result. The results of all heads are normed in groups of `group` columns.
+    exp(rate * softplus(step size + step_bias)). The value of a head, multiplied by `skip` (0 for the delta rule), is
+    added to the head's result. The results of all heads are normed in groups of `group` columns.
     """
 
     spec: RecurrentSpec
@@ -56,8 +56,8 @@ def starts_of(batch: Batch) -> Tensor:
 
 
 def places_of(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the offsets in the pool of the states to read, to write and to save. Also return, for each slice, the
-    number of its tokens after which its state is saved."""
+    """Return two fields of `StateBatch`: `places` (the offsets in the pool of the states to read, to write and to
+    save), and `save_at`."""
     states = states_of(batch)
     if states.places is None:
         states.places = pool.state_places(states.rows)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # numba may not be installed
     from engine.cpu.fused_decode import FusedDecode
     from engine.draft_head import DraftHead
 
-MAX_SCORED_LOGITS = 2**24  # maximum number of prompt logits computed at once: 64 MiB; a chunk may have several GiB
+MAX_SCORED_LOGITS = 2**24  # maximum number of prompt logits computed at once (64 MiB); those of a chunk may take GiBs
 WARM_TOKENS = 128  # prompt length in the warm-up: enough for all kernels to be compiled
 
 
@@ -48,7 +48,7 @@ class SliceOutput:
     """
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)  # one for each token, or none
+    logprobs: list[Logprobs] = field(default_factory=list)  # one for each token, or empty if not requested
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # entry i is for the token at slice.start + i + 1
     error: str = ""
     vector: bytes = b""  # float32, if the request is pooled
@@ -107,9 +107,9 @@ def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    The next step must wait in two cases. First, the next draw of a request with penalties, bad words or a grammar, or
-    where the budget for its reasoning ends, depends on this step's token. Second, if this step verifies guesses, the
-    number of its tokens is not known.
+    The next step must wait in two cases. First, a request's next draw may depend on this step's token: because of
+    penalties, bad words or a grammar, or because the budget for the reasoning may end. Second, if this step verifies
+    guesses, the number of its tokens is not known.
     """
     return not (step.work.draft_tokens or any(slice_.samples and _decides_next(slice_) for slice_ in step.slices))
 
@@ -211,8 +211,8 @@ class TorchRunner(Runner):
         return outputs
 
     def _computed(self, batch: Batch, *, needs_hidden: bool) -> tuple[Tensor, Tensor]:
-        """Return the logits of the slices that sample, and the hidden states of all logit rows. The fused pass returns
-        no hidden states."""
+        """Return the logits of the slices that sample, and the hidden states of all logit rows (after a fused pass: an
+        empty tensor)."""
         if self.adapters is not None:
             self.adapters.rows.select(batch, self._device)
         fuses = self._whole_pass is not None and not batch.adapters and batch.images is None and not needs_hidden
@@ -236,8 +236,8 @@ class TorchRunner(Runner):
         return hidden[batch.logit_rows]
 
     def _carry(self, batch: Batch) -> None:
-        """Copy the tokens that the previous step drew into this batch. If a draw failed, its request has ended, and the
-        token becomes 0."""
+        """Copy the tokens that the previous step drew into this batch. After a failed draw, whose request has ended,
+        the token is 0."""
         draws, self._draws = self._draws, None
         if batch.carried and draws is None:
             raise RuntimeError("the previous step failed, and this step needs its tokens")
@@ -266,7 +266,8 @@ class TorchRunner(Runner):
             row += count
 
     def _score_rows(self, slice_: Slice, start: int, hidden: Tensor, output: SliceOutput) -> None:
-        """Append the logprobs of the prompt token after each row of `hidden`. Row 0 is row `start` of the slice."""
+        """Append to `output` the logprobs of the prompt token that follows each row of `hidden`. Row 0 is row `start`
+        of the slice."""
         logits = self._model.logits(hidden)
         if not bool(logits.sum(dim=1).isfinite().all()):
             output.tokens, output.logprobs, output.error = [], [], NUMERICAL

@@ -28,15 +28,15 @@ CANDIDATES = 256  # number of highest scores that are tried first; if top_p or t
 NUMERICAL = "numerical"  # a logit of the row is not finite
 NO_TOKEN = "no_token"  # every token is banned, or the row's grammar has failed
 START_TOKENS = 4  # reasoning starts within this many tokens of an answer, because whitespace may precede it
-FORCED_TOKENS = 16  # a grammar may delay the end of the reasoning, because it allows no incomplete characters
+FORCED_TOKENS = 16  # the end is forced for this many tokens, because a grammar may forbid it inside a character
 
 
 @dataclass(slots=True)
 class SamplingRow:
     """The inputs of a draw other than its logits. Of `tokens`, only those before `position` are read.
 
-    For a row with a repetition penalty, `prompt_ids` has the distinct tokens of the prompt in ascending order. If it is
-    None, each draw finds them again, which takes time for a long prompt.
+    For a row with a repetition penalty, `prompt_ids` has the distinct tokens of the prompt in ascending order. If
+    `prompt_ids` is None, each draw computes it again, which takes time for a long prompt.
     """
 
     sampling: SamplingParams
@@ -60,8 +60,8 @@ class SamplingRow:
 
     @property
     def forced_token(self) -> int | None:
-        """The token that ends the reasoning if the budget for the reasoning is used up, otherwise None. It depends only
-        on the tokens so far."""
+        """The token that ends the reasoning, if the budget for the reasoning is used up, and None otherwise. It depends
+        only on the tokens so far."""
         thinking, begin = self.sampling.thinking, self.num_prompt
         if thinking is None or not may_end_reasoning(self.sampling, self.num_prompt, self.position):
             return None
@@ -82,8 +82,8 @@ def depends_on_tokens(sampling: SamplingParams) -> bool:
 
 
 def may_end_reasoning(sampling: SamplingParams, num_prompt: int, position: int) -> bool:
-    """Return whether the token at `position` may be forced to end the reasoning. If so, it depends on the tokens before
-    it whether the token is forced."""
+    """Return whether the token at `position` may be forced to end the reasoning. If it may, the earlier tokens decide
+    whether it is forced."""
     if (thinking := sampling.thinking) is None:
         return False
     first = max(num_prompt, (num_prompt if thinking.begin < 0 else thinking.begin) + thinking.num_tokens)
@@ -95,7 +95,7 @@ def is_penalized(sampling: SamplingParams) -> bool:
 
 
 def distinct_prompt_ids(sampling: SamplingParams, prompt: Sequence[int]) -> IntArray:
-    """Return the prompt's distinct tokens in ascending order, or none if the penalties ignore the prompt."""
+    """Return the prompt's distinct tokens in ascending order, or an empty array if the penalties ignore the prompt."""
     return np.unique(np.array(prompt if sampling.repetition_penalty != 1.0 else (), np.int64))
 
 

@@ -3,9 +3,9 @@
 A draw depends only on logits, seed and position. Tokens, logprobs and the ends of requests are therefore the same as
 without guesses, at any temperature. (Rejection sampling would preserve only the distribution of tokens.)
 
-A runner computes a slice with k guesses as k + 1 decodes at successive positions. It reads the tokens of these decodes
-from a list that contains the guesses (`Slice.row`). Attention at a position also reads the KV that the same step stored
-at the positions before it. Recurrent layers compute these decodes as one slice.
+A runner computes a slice with k guesses as a slice of the tokens before the guesses, and k decodes at the following
+positions. It reads their tokens from a list that contains the guesses (`Slice.row`). Attention at a position also reads
+the KV that the same step stored at earlier positions. Recurrent layers compute all of these tokens as one slice.
 """
 
 from collections.abc import Iterator, Sequence

@@ -33,8 +33,8 @@ MAX_LENGTH = 400
 class EngineComponents:
     """The components that do a node's computation, and their properties.
 
-    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` describes other
-    properties that affect the speed, for users to read.
+    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` shows users other properties,
+    which affect the speed.
     """
 
     runner: Runner
@@ -58,7 +58,7 @@ def exchange_fingerprint(
     """Return a text that is equal for two nodes if they can exchange KV: a digest (24 hex digits) and a description.
 
     `revision` is the digest of the model's files. `sums` is the name of the checksum that the KV memory computes for
-    each row. Nodes do not exchange KV if their builds compute it with different code.
+    each row. Nodes whose builds compute KV with different code do not exchange KV.
     """
     kinds = [] if groups == UNIFORM else list(map(str, groups))
     parts = (runner, revision, layout.describe(), sums, build_digest(), *kinds)
@@ -77,11 +77,11 @@ def build_digest() -> str:
 
 @contextmanager
 def stage(doing: str, if_too_large: str, otherwise: str = "") -> Iterator[None]:
-    """Convert errors of torch, numpy, Triton or the driver in the block to ValueErrors with one-line messages.
+    """Convert errors of torch, numpy, Triton or the driver in the `with` block to ValueErrors with one-line messages.
 
     `doing` describes the stage, with sizes. It is logged at the start of the stage; the duration is logged at the end.
-    `if_too_large` is the fix for a lack of memory, and `otherwise` the fix for other errors. ValueError and OSError are
-    not converted, except the driver's out-of-memory error.
+    `if_too_large` is the fix for a lack of memory, and `otherwise` is the fix for other errors. An OSError is converted
+    only if it is the driver's out-of-memory error, which has no errno.
     """
     started = time.monotonic()
     log.info(doing)

@@ -24,7 +24,7 @@ RECENT = 256  # number of latest steps that are kept; the margin is computed fro
 FITTED = 128  # number of latest steps that the model is fitted to
 DECAY = 0.98  # weight of a step relative to the next newer step; the weight halves every 34 steps
 KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: how many kinds are kept, how many steps per kind, their weight
-INERTIA = 1e-4  # weight of the previous model in a fit; it matters only for coefficients that the steps leave open
+INERTIA = 1e-4  # weight of the previous model in a fit; matters only for coefficients that the steps do not determine
 NOISE = 0.1  # assumed relative error of a measurement; a larger value pulls the cost of attention more strongly to 0
 REACH = 1024  # it is assumed that attention to this many tokens takes at most about as long as the rest of a step
 KNEE_GAIN = 0.98  # the knee is changed only if that reduces the squared error below this fraction of the current error
@@ -52,8 +52,8 @@ class StepTiming(NamedTuple):
 
 
 class StepObservation(NamedTuple):
-    """The work of one step, its measured duration, and this duration rescaled to the device's current speed
-    (`seconds`)."""
+    """The work of a step, its measured duration (`measured_s`), and that duration rescaled to the device's current
+    speed (`seconds`)."""
 
     work: StepWork
     seconds: float
@@ -175,8 +175,8 @@ class CostFit:
         self._model = replace(model, margin=self._margin(model))
 
     def _margin(self, model: CostModel) -> float:
-        """Return the margin for predictions: the quantile QUANTILE of measured / predicted time - 1 over the recent
-        steps with prompts, or over all recent steps if fewer than ENOUGH have prompts."""
+        """Return the margin for predictions: the quantile QUANTILE of (measured time / predicted time - 1). It is taken
+        over the recent steps with prompts, or over all recent steps if fewer than ENOUGH have prompts."""
         samples = [sample for sample in self._recent if sample.work.prefill_tokens]
         if len(samples) < ENOUGH:
             samples = list(self._recent)

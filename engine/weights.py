@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # most functions read only headers, and importing torch takes
 log = logging.getLogger("baton.engine")
 PROGRESS_S = 5.0
 MAX_NAME_BYTES = 255  # the limit of most file systems
-EDGE_BYTES = 2**20  # how many bytes at each end of a file the fingerprint covers
+EDGE_BYTES = 2**20  # number of bytes at each end of a file that the fingerprint covers
 GGUF = ".gguf"
 INDEX = "model.safetensors.index.json"
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -53,7 +53,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the weight files, sorted by name. Raises ValueError if there are none, or if a file in the index is
+    """Return the weight files, sorted by name. Raises ValueError if no file is found, or if a file in the index is
     missing."""
     if (directory / INDEX).exists():
         named = read_object(directory / INDEX).get("weight_map")
@@ -93,7 +93,7 @@ def weight_bytes(directory: Path) -> int:
 
 
 def stored_dtype(directory: Path) -> str:
-    """Return the dtype of the first matrix in the weight files, by torch's name. Raises the same errors as
+    """Return torch's name of the dtype of the first matrix in the weight files. Raises the same errors as
     `Checkpoint`."""
     for file in weight_files(directory):
         if file.suffix == GGUF:
@@ -107,7 +107,7 @@ def stored_dtype(directory: Path) -> str:
 
 
 def text_name(name: str) -> str:
-    """Return the name that the text model gives a tensor of a multimodal model, or "" for a tensor of another part."""
+    """Return the name of a multimodal model's tensor in the text model, or "" if the text model does not have it."""
     for prefix, own in (
         ("language_model.model.", "model."),
         ("language_model.", ""),
@@ -190,18 +190,18 @@ class Checkpoint:
         return tensor
 
     def dtype_of(self, name: str) -> str | None:
-        """Return the tensor's dtype, by safetensors' name, or None if the tensor is missing or was taken."""
+        """Return safetensors' name of the tensor's dtype, or None if the tensor is missing or was taken."""
         if name not in self._files:
             return None
         with _open(self._files[name]) as file:
             return str(file.get_slice(self._stored[name]).get_dtype())
 
     def has(self, prefix: str, suffix: str) -> bool:
-        """Return whether there is a tensor whose name begins and ends with these texts, and that was not taken."""
+        """Return whether a tensor whose name has this prefix and suffix is stored and was not taken yet."""
         return any(name.startswith(prefix) and name.endswith(suffix) for name in self._files)
 
     def is_copy(self, name: str, other: str) -> bool:
-        """Return whether a tensor is missing or equal to another one."""
+        """Return whether the tensor `name` is missing or equal to the tensor `other`."""
         if name not in self._files:
             return True
         if other not in self._files or self.dtype_of(name) != self.dtype_of(other):

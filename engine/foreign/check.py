@@ -128,8 +128,8 @@ def places_in(config: ModelConfig, row: KVLayout) -> KVPlaces:
 def chunks(
     request: Request, length: int, sizes: Sequence[int], states: Sequence[tuple[int, ...]] | None = None
 ) -> list[Slice]:
-    """Cut a prompt into chunks. `states` are the rows of the request's two states. After each chunk, the state to read
-    and the state to write are swapped."""
+    """Divide a prompt into chunks. `states` are the rows of the request's two states. After each chunk, the state to
+    read and the state to write are swapped."""
     cut: list[Slice] = []
     start = 0
     for size in (*sizes, length):

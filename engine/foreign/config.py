@@ -22,7 +22,7 @@ UNKNOWN = "transformers {} has no decoder of this name"
 # Layers that choose the tokens to which they attend. They are refused, because the check cannot test this choice:
 # the prompts of the check are so short that a layer may choose all tokens.
 SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
-# With these kinds of rotary embedding, transformers rotates every token of a pass depending on the largest position in
+# With these kinds of rotary embedding, transformers rotates all tokens of a pass according to the largest position in
 # the pass. One request would therefore change the output of another request.
 UNSTABLE_ROPES = ("dynamic", "longrope")
 
@@ -112,14 +112,14 @@ def check_layers(config: Any, file: Path) -> None:
 
 
 def check_ropes(config: Any, file: Path) -> None:
-    """Raise ValueError if a rotation depends on the other requests of a pass."""
+    """Raise ValueError if the rotation of one request depends on the other requests of a pass."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters] + [one for one in parameters.values() if isinstance(one, dict)]
     for kind in kinds:
         if kind.get("rope_type") in UNSTABLE_ROPES:
             raise ValueError(
-                f"{file}: rope_type is {kind['rope_type']!r}: transformers rotates all requests of a step by the "
-                "longest one, so that answers would depend on other requests"
+                f"{file}: rope_type is {kind['rope_type']!r}: transformers would rotate all requests of a step "
+                "according to the longest one, so answers would depend on other requests"
             )
 
 

@@ -77,7 +77,7 @@ class ProbePass:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     def mask(self, mask_function: Any, local_size: int | None) -> Reach:
-        """Return the reach of a mask. It is found by testing which keys a few sample queries see."""
+        """Find the reach of a mask by testing which keys a few sample queries see."""
         sizes = (local_size,) if local_size else ()
         for at in (5, *(2 * size + 1 for size in sizes), *(3 * size - 1 for size in sizes), *(() if sizes else (FAR,))):
             keys, zero = torch.arange(at + 3), torch.zeros(1, dtype=torch.long)
@@ -136,11 +136,10 @@ def _rows(heads: Tensor, dim: int, repeats: int = 1) -> Tensor:
 class ForeignDecoder:
     """A model of transformers with the interface of `Decoder`.
 
-    The runner owns the model and calls it on one thread at a time. During a pass, `_pass` handles the calls
-    of attention and of masks by the model's modules. `config` has the sizes of keys and values that a probe pass
-    found. These sizes are the same for all layers: smaller heads are padded, and a layer with fewer KV heads stores
-    copies of its KV heads. `states` has the recurrent states that the probe pass found. If `stepwise`, layers with
-    states get one token at a time."""
+    The runner owns the model and calls it on one thread at a time. During a pass, the model's modules call `_pass` for
+    attention and for masks. `config` has the sizes of keys and values that a probe pass found. These sizes are the same
+    for all layers: smaller heads are padded, and a layer with fewer KV heads stores copies of its KV heads. `states`
+    has the recurrent states that the probe pass found. If `stepwise`, layers with states get one token at a time."""
 
     def __init__(self, module: Any, config: ModelConfig) -> None:
         self.module = module.eval()
@@ -190,7 +189,7 @@ class ForeignDecoder:
         return found[: len(rows)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` in float32. `hidden` already has the logits, because `forward` here returns logits."""
+        """Return `hidden` in float32. It already has the logits, because `forward` of this class returns logits."""
         return hidden.float()
 
     def _run(
@@ -233,7 +232,8 @@ class ForeignDecoder:
         return geometry.calls, probe.found()
 
     def _run_with_states(self, states: ModuleStates, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run a module with states. In a pass over the pool, the pool has its states; otherwise, it runs unchanged."""
+        """Run a module with states. In a pass over the pool, its states are in the pool; in other passes, the module
+        runs unchanged."""
         if isinstance(self._pass, PackedPass) and self._pass.states is not None:
             return self._pass.states.run(states, given, options)
         return states.module(*given, **options)

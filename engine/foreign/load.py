@@ -21,7 +21,7 @@ from engine.startup import cause, is_out_of_memory
 from engine.weights import stored_dtype
 
 log = logging.getLogger("baton.engine")
-# For each dtype of a checkpoint, the weight formats that round its weights.
+# For each dtype of a checkpoint, the weight formats that round weights of this dtype.
 LESS = {
     torch.float32: ("bfloat16", "float16"),
     torch.bfloat16: ("float16",),

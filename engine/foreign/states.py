@@ -73,7 +73,7 @@ class ModuleStates:
 
 
 def kept(cache: DynamicCache, part: StatePart) -> Tensor:
-    """Return a state of a cache. Raises ValueError if there is none."""
+    """Return the state `part` from a cache. Raises ValueError if the cache does not have this state."""
     get = cache.get_conv_state if part.is_conv else cache.get_recurrent_state
     found: Tensor | None = get(part.layer, state_idx=part.number)
     if found is None:
@@ -128,8 +128,8 @@ class StateProbe(DynamicCache):  # type: ignore[misc]
 
 
 class StatefulModule(nn.Module):
-    """Wraps a module of transformers that has states. Each call goes to `run`, which keeps the states in the pool
-    during a pass."""
+    """A wrapper of a module of transformers that has states. It passes each call to `run`, which keeps the states in
+    the pool during a pass."""
 
     def __init__(self, states: ModuleStates, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -201,8 +201,8 @@ class StatePass:
         return self._joined(outputs)
 
     def _part(self, value: Any, rows: Tensor) -> Any:
-        """Return the part of an argument for the tokens `rows`, [requests, tokens]. A tensor of shape [1, T, ...] has
-        an entry for each token; tensors of other shapes are returned whole."""
+        """Return the part of an argument for the tokens `rows`, [requests, tokens]. Only tensors of shape [1, T, ...]
+        have an entry for each token; other values are returned whole."""
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, self._num_tokens):
             return value[0, rows]
         if isinstance(value, tuple | list):

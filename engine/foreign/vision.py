@@ -61,7 +61,7 @@ class VisionEncoder:
 
     def features(self, image: Media) -> ImageFeatures:
         """Return the features of an image, whose pixels must be set. Raises ValueError if the number of feature
-        vectors is not the number of the image's tokens."""
+        vectors differs from the number of the image's tokens."""
         with self._encoding:
             if (found := self.kept(image)) is not None:
                 self.num_cached += 1
@@ -99,7 +99,7 @@ class VisionEncoder:
 
 
 def _modules(config: Any, rules: ImageRules) -> nn.ModuleDict:
-    """Return modules with random weights, by their names in a checkpoint."""
+    """Return modules with random weights, keyed by their names in a checkpoint."""
     config.vision_config._attn_implementation = "sdpa"
     if rules.model_type == GEMMA3:
         tower = transformers.AutoModel.from_config(config.vision_config)

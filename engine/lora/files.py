@@ -63,10 +63,10 @@ def lora_digest(directory: Path) -> str:
 
 
 def read_lora(directory: Path, max_rank: int) -> dict[str, LowRank]:
-    """Return the update of each module, by the module's name, such as "model.layers.0.self_attn.q_proj".
+    """Return the updates, keyed by the name of the module, such as "model.layers.0.self_attn.q_proj".
 
     Raises ValueError, which names the field or the tensor, if the adapter is malformed, has a rank above `max_rank`, or
-    changes the model in another way than by low-rank updates.
+    contains changes other than low-rank updates.
     """
     config, file = _read_config(directory), directory / WEIGHTS
     parts: dict[str, dict[str, Tensor]] = {}
@@ -93,7 +93,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     config = read_object(directory / CONFIG)
     for key, served in PLAIN.items():
         if config.get(key) not in served:
-            raise ValueError(f"{directory / CONFIG}: {key} is {config.get(key)!r:.60}: only {served[0]!r} is served")
+            raise ValueError(f"{directory / CONFIG}: {key} is {config.get(key)!r:.60}: only {served[0]!r} is supported")
     return config
 
 
@@ -115,7 +115,7 @@ def _low_rank(
         raise ValueError(f"{file}: {module} has tensors {shapes}: it needs lora_A [rank, in] and lora_B [out, rank]")
     rank = len(down)
     if not 0 < rank <= max_rank:
-        raise ValueError(f"{file}: {module} has rank {rank}: at most --max-lora-rank {max_rank} is served")
+        raise ValueError(f"{file}: {module} has rank {rank}: at most --max-lora-rank {max_rank} is allowed")
     if not bool(down.isfinite().all() and up.isfinite().all()):
         raise ValueError(f"{file}: {module} has values that are not finite")
     return LowRank(down, up * _scale(module, rank, config, file))
@@ -124,12 +124,12 @@ def _low_rank(
 def _scale(module: str, rank: int, config: Mapping[str, Any], file: Path) -> float:
     """Return the factor of the update: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters.
 
-    As in peft, the first key of `alpha_pattern` that is an end of the module's name determines alpha.
+    As in peft, the first key of `alpha_pattern` with which the module's name ends determines alpha.
     """
     patterns: Any = config.get("alpha_pattern") or {}
     for ending in patterns if isinstance(patterns, dict) else [patterns]:
         if ending is patterns or not re.fullmatch(r"[\w.]+", ending, re.ASCII):
-            raise ValueError(f"{file.parent / CONFIG}: alpha_pattern has {ending!r:.60}: only names are served")
+            raise ValueError(f"{file.parent / CONFIG}: alpha_pattern has {ending!r:.60}: only names are supported")
     matching = (value for ending, value in patterns.items() if f".{module}".endswith(f".{ending}"))
     alpha: Any = next(matching, config.get("lora_alpha"))
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):

@@ -23,11 +23,12 @@ from engine.models.spec import AttentionSpec, MlpSpec
 
 @dataclass(slots=True)
 class AdaptedRows:
-    """The rows that each adapter changes in the current pass, as indices of tokens and as indices of logit rows."""
+    """The rows that each adapter changes in the current pass. They are given twice: as indices of tokens, and as
+    indices of logit rows."""
 
     tokens: dict[str, Tensor] = field(default_factory=dict)  # digest of an adapter -> row numbers, int64
     logit_rows: dict[str, Tensor] = field(default_factory=dict)
-    begin: int = 0  # index in the batch of the current product's first row; an MLP may split a large batch
+    begin: int = 0  # index in the batch of the first row that is multiplied; not 0 if an MLP divides a large batch
 
     def select(self, batch: Batch, device: torch.device) -> None:
         """Set the rows for a pass over `batch` on `device`."""
@@ -43,7 +44,7 @@ class AdaptedRows:
 
 @dataclass(slots=True)
 class AdaptedLinear(Linear):
-    """A matrix of the model and its updates. Some matrices of the last layer multiply only logit rows."""
+    """A matrix of the model and its updates. In the last layer, some matrices multiply only the logit rows."""
 
     base: Linear
     updates: dict[str, tuple[Linear, Linear]]  # digest of an adapter -> its update, as two matrices: down and up
@@ -64,7 +65,7 @@ class AdaptedLinear(Linear):
 
 @dataclass(slots=True)
 class AdaptedMlp(Mlp):
-    """An MLP of adapted matrices."""
+    """An MLP in which at least one matrix is adapted."""
 
     rows: AdaptedRows
 

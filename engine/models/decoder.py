@@ -86,8 +86,8 @@ class Decoder:
     def can_be_captured(self, kernels: Kernels) -> bool:
         """Return whether a CUDA graph can contain the pass.
 
-        A graph cannot contain the pass if experts are multiplied one after another. In that case, the kernel launches
-        depend on the choice of experts.
+        It cannot contain the pass if experts are multiplied one after another, because the kernel launches then depend
+        on the choice of experts, or if the model has recurrent layers whose kernels cannot be captured.
         """
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         experts += [layer.alongside.experts for layer in self.layers if layer.alongside is not None]
@@ -178,7 +178,7 @@ class Decoder:
         attended = (attended if latent is None else latent.values(attended)).flatten(1)
         if layer.gate is None:
             return attended
-        gate = layer.gate(rows)  # of all rows, as the adapters of the gate expect
+        gate = layer.gate(rows)  # for all rows, because adapters select rows of the whole batch
         return kernels.sigmoid_gated(attended, gate if selected is None else gate[selected])
 
     def _update(self, output: Tensor, norm: Tensor | None, kernels: StepKernels) -> Tensor:

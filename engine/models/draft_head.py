@@ -20,12 +20,12 @@ NO_LOGIT = -1e9  # logit of a token outside of the head's vocabulary; finite, be
 class HeadDecoder(Decoder):
     """A draft head: a decoder with one layer.
 
-    The input of a position is its token and the model's hidden state at the previous position. This pair describes the
-    text up to the token, so that the head can guess the next token. For a further guess, the head's own hidden state
-    replaces the model's hidden state.
+    The input at a position is the position's token and the model's hidden state at the previous position. This pair
+    describes the text up to the token, so that the head can guess the next token. For each further guess, the head's
+    own hidden state replaces the model's.
 
-    This class is an MTP layer ("DeepSeek-V3 Technical Report", 2024, section 2.2): a projection maps the normed
-    embedding and the normed hidden state to one vector. The head uses the model's embedding and output head.
+    This class implements an MTP layer ("DeepSeek-V3 Technical Report", 2024, section 2.2): a projection maps the normed
+    embedding and the normed hidden state to one vector. The layer uses the model's embedding and output head.
     """
 
     captured: tuple[int, ...] = ()  # the head reads the hidden states before these layers of the model

@@ -1,4 +1,4 @@
-"""The draft layers that a checkpoint has in addition to its model's layers. Reads only the headers of weight files."""
+"""Draft heads in checkpoints: MTP layers of a model, and EAGLE-3 heads. Reads only the headers of weight files."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,15 +52,15 @@ def with_mtp(config: ModelConfig, path: Path) -> ModelConfig:
 def with_head(config: ModelConfig, size: int) -> ModelConfig:
     """Return the config with room in the KV pool for a draft head that reads vectors of `size` numbers.
 
-    If the model has recurrent states, each state includes the vector that the head reads for the last token before the
-    state. A slice that continues from the state needs this vector, and cannot compute it.
+    If the model has recurrent states, each state also contains the vector that the head reads for the last token before
+    the state, because a slice that continues from the state needs this vector and cannot compute it.
     """
     return replace(config, draft_layers=1, units=(*config.units, size) if state_units(config) else ())
 
 
 def mtp_layer(config: ModelConfig) -> LayerSpec:
-    """Return the MTP layer's spec. It equals the spec of the model's last layer with attention, but has experts if any
-    layer has them."""
+    """Return the MTP layer's spec: that of the model's last layer with attention, but with experts if any layer of the
+    model has experts."""
     experts = [one.mlp for one in config.layers if isinstance(one.mlp, MoeSpec)]
     last = next(one for one in reversed(config.layers) if isinstance(one.mixer, AttentionSpec | LatentSpec))
     return replace(last, mlp=experts[-1]) if experts else last
@@ -88,8 +88,8 @@ def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
     keys = ConfigReader(read_object(path / "config.json"), path / "config.json")
     if config.transformers or not all(isinstance(one.mixer, AttentionSpec) for one in config.layers):
         raise ValueError(
-            f"method eagle3: {config.architecture} needs a native family in which all layers have "
-            f"attention with keys and values: use the method ngram"
+            f"method eagle3 needs a model of a native family in which all layers have attention with keys and values; "
+            f"{config.architecture} is not such a model: use the method ngram"
         )
     keys.require("num_hidden_layers", 1, 1)
     own = "target_hidden_size" if keys.values.get("target_hidden_size") is not None else "hidden_size"
@@ -102,7 +102,7 @@ def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
         ("head_dim", attention.head_dim, config.head_dim),
     ):
         if value != size:
-            keys.refuse(key, f"it must be {size} as in the model, whose KV pool it shares; use the method ngram")
+            keys.refuse(key, f"it must be {size} as in the model, because both use one KV pool; use the method ngram")
     return EagleSpec(
         LayerSpec(attention, common.mlp(keys)),
         keys.size("hidden_size"),
@@ -114,8 +114,8 @@ def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
 
 
 def _captured(keys: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers before which states are read. At the top level (vLLM), the key has these
-    indices. In `eagle_config` (SpecForge), it has the indices of the layers after which states are read."""
+    """Return the indices of the layers before which states are read. vLLM writes these indices at the top level.
+    SpecForge writes, in `eagle_config`, the indices of the layers after which states are read."""
     nested = keys.nested("eagle_config")
     key = "eagle_aux_hidden_state_layer_ids"
     for reader, offset in ((keys, 0), (nested, 1)):

@@ -37,7 +37,7 @@ class Experts:
         return total if self.shared is None else total + self._shared(self.shared, rows, kernels)
 
     def _shared(self, shared: Mlp, rows: Tensor, kernels: StepKernels) -> Tensor:
-        # Computed first, because `shared` overwrites rows.
+        # The gate is computed first, because `shared` may overwrite `rows`.
         gate = None if self.shared_gate is None else self.shared_gate(rows).sigmoid()
         output = shared(rows, kernels)
         return output if gate is None else output * gate
@@ -54,7 +54,6 @@ class ExpertsAlongside:
     post_mlp_norm: Tensor
 
     def __call__(self, hidden: Tensor, from_mlp: Tensor, kernels: StepKernels) -> Tensor:
-        """Return the sum of two normed outputs: `from_mlp`, which is the output of the MLP, and the output of the
-        experts for `hidden`."""
+        """Norm the output of the MLP, `from_mlp`, and the output of the experts for `hidden`. Return the sum."""
         output = self.experts(kernels.norm(hidden, self.norm), kernels, kernels.norm(hidden, self.router_norm))
         return kernels.norm(from_mlp, self.post_mlp_norm) + kernels.norm(output, self.post_norm)

@@ -48,8 +48,8 @@ def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
     """Return the places of a model's layers and, if `row_bytes` (the size of a pool's row) is given, of its states.
 
     Layers with the same window form a group. The layers of a draft head come last, and have no window. If there are
-    several groups, some places may be unused. A row then has places for as many layers as possible without wasting
-    more than MOST_PADDING of a typical request's memory. Raises ValueError if a unit of a state is larger than a row.
+    several groups, some places may be unused: a row has places for as many layers as possible, but unused places take
+    at most MOST_PADDING of a typical request's memory. Raises ValueError if a unit of a state is larger than a row.
     """
     windows = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in config.attention]
     windows += [0] * config.draft_layers

@@ -1,8 +1,8 @@
 """The products of latent attention, in absorbed form.
 
-A head's score for a latent c is q K = q (c U) = (q U^T) c, where U are the weights of the head's keys. Each query is
-therefore multiplied by U once, instead of multiplying each stored latent by U. In the same way, the weights of
-the values multiply the result of attention, instead of each stored latent.
+A head's score for a latent c is q K = q (c U) = (q U^T) c, where U are the weights of the head's keys. It is therefore
+sufficient to multiply each query by U once, instead of each stored latent. In the same way, the weights of the values
+multiply the result of attention, instead of each stored latent.
 """
 
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     if config.tie_word_embeddings and not checkpoint.is_copy("lm_head.weight", "model.embed_tokens.weight"):
         # Some configs state that the head is tied to the embedding (transformers' default), although a head is stored.
         config = replace(config, tie_word_embeddings=False)
-    if checkpoint.is_headless and not config.tie_word_embeddings:  # the head is required, but its logits are not used
+    if checkpoint.is_headless and not config.tie_word_embeddings:  # a head is required, but no request uses it
         config = replace(config, tie_word_embeddings=True, has_head=False)
     reader = None if scheme is None else QuantizedReader(checkpoint, scheme)
     names = _stored_names(names, checkpoint, "model.layers.")
@@ -72,8 +72,8 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
 
 
 def _stored_names(names: WeightMap, checkpoint: Checkpoint, prefix: str) -> WeightMap:
-    """Return the names of the tensors, some of which depend on the checkpoint. Checkpoints of one family (such as
-    Qwen3.5) store the experts of a layer as one tensor or separately."""
+    """Return `names`, adapted to the checkpoint: in one family (such as Qwen3.5), some checkpoints store a layer's
+    experts in one tensor, and others store them separately."""
     if names.experts.each != ExpertNames().each or not checkpoint.has(prefix, ".mlp.experts.gate_up_proj"):
         return names
     return replace(names, experts=replace(names.experts, each="mlp.experts", gate_up=("gate_up_proj",), fused=True))
@@ -97,7 +97,7 @@ def assemble_mtp(
     take: Take, model: Decoder, linear: LinearFormat, names: MtpNames, weights: WeightMap | None = None,
     reader: QuantizedReader | None = None,
 ) -> HeadDecoder:  # fmt: skip
-    """Build an MTP layer from the tensors that `take` returns. `weights` are by default the names of the family."""
+    """Build an MTP layer from tensors that `take` returns. `weights` are by default the names of the model's family."""
     weights = weights or FAMILIES[model.config.architecture].weights
     config = model.config
     loader = _Loader(take, replace(config, layers=(mtp_layer(config),)), model.dtype, linear, weights, reader)
@@ -160,7 +160,7 @@ def assemble(
     If `reader` is given, the matrices of the layers and of the output head come from it instead of from `take`.
     """
     loader = _Loader(take, config, dtype, linear, names, reader)
-    embed, head = loader.vocabulary()  # first, so that a tied matrix is freed before the layers load
+    embed, head = loader.vocabulary()  # loaded first, so that a tied matrix is freed before the layers load
     layers = [loader.layer(index, spec) for index, spec in enumerate(config.layers)]
     return Decoder(config, embed, layers, loader.norm("model.norm", config.hidden_size), head)
 
@@ -422,9 +422,9 @@ class _Loader:
 
 
 def rotated_first(spec: AttentionSpec) -> Tensor:
-    """Return the order of a head's dimensions in which dimension i is rotated with i + head_dim / 2.
+    """Return an order of a head's dimensions in which dimension i is rotated with dimension i + head_dim / 2.
 
-    Checkpoints have the rotated dimensions first, and rotate i with i + dims / 2 (see `Rope.dims`).
+    In checkpoints, the rotated dimensions come first, and dimension i is rotated with i + dims / 2 (see `Rope.dims`).
     """
     dims = spec.head_dim if spec.rope is None else spec.rope.dims or spec.head_dim
     half, rest = dims // 2, (spec.head_dim - dims) // 2

@@ -14,8 +14,9 @@ from engine.recurrence import RecurrentLayer
 class InnerRows:
     """Rows of the joined projections of a recurrent layer.
 
-    `inputs` selects the rows of the convolution's inputs and then the rows of the gate. `steps` selects the other rows,
-    in the order in which `StepKernels.recur` takes them. `sizes` has the number of rows of each projection.
+    `inputs` are the indices of the rows for the convolution's inputs, followed by those for the gate. `steps` are the
+    indices of the other rows, in the order in which `StepKernels.recur` takes them. `sizes` has the number of rows of
+    each projection.
     """
 
     sizes: list[int]

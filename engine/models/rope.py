@@ -17,8 +17,8 @@ from engine.models.spec import Rope
 class Rotation:
     """The rotation of each pair of dimensions: frequency (radians per position) and magnitude, float32 [head_dim / 2].
 
-    `is_scaled` is false if all magnitudes are 1.
-    `axes`, int64 [head_dim / 2], are the axes of the pairs if tokens have positions on three axes, and None otherwise.
+    `is_scaled` is false if all magnitudes are 1. If tokens have positions on three axes, `axes`, int64 [head_dim / 2],
+    has the axis of each pair; otherwise, it is None.
     """
 
     frequencies: Tensor
@@ -61,7 +61,7 @@ def axes_of(rope: Rope, pairs: int) -> Tensor:
 
 
 def inverse_frequencies(rope: Rope, dims: int) -> Tensor:
-    """Return radians per position, float32 [dims / 2]. "llama3" is Meta's scaling for long contexts."""
+    """Return the radians per position of each pair of dimensions, float32 [dims / 2]."""
     exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "proportional":

@@ -135,8 +135,8 @@ class RecurrentSpec:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """For each input of the recurrence, the number of heads and the size of a head. The inputs are in the order of
-        the convolution's channels."""
+        """The number of heads and the size of a head, for each input of the recurrence, in the order of the
+        convolution's channels."""
         raise NotImplementedError
 
     @property
@@ -210,8 +210,8 @@ class MoeSpec:
     computed only from the logits of the chosen experts.
 
     The weights of the chosen experts are divided by their sum if `renormalizes`, and multiplied by `scale`. The
-    `shared` expert takes every token, and is gated if `gates_shared`. If `scales_experts`, each expert's weight is also
-    multiplied by a number for this expert (Gemma 4)."""
+    `shared` expert takes every token, and is gated if `gates_shared`. If `scales_experts`, the weight of each expert is
+    also multiplied by a number that the checkpoint has for this expert (Gemma 4)."""
 
     num_experts: int
     top_k: int
@@ -234,8 +234,8 @@ class MoeSpec:
 class LayerSpec:
     """One layer. With `post_norms`, the outputs of attention and MLP are normed before they are added (Gemma).
 
-    The experts `alongside` the MLP have separate norms. If `scaled`, the layer's result is multiplied by a number
-    (Gemma 4).
+    The experts `alongside`, if given, take the same hidden states as the MLP, and have their own norms. If `scaled`,
+    the layer's result is multiplied by a number (Gemma 4).
     """
 
     mixer: AttentionSpec | LatentSpec | RecurrentSpec
@@ -254,8 +254,8 @@ class ModelConfig:
 
     Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
-    The checkpoint may have `drafter_layers` more layers, which predict further tokens (MTP). In addition to the KV of
-    the model's layers, the pool has room for the KV of a draft head with `draft_layers` layers.
+    The checkpoint may have `drafter_layers` additional layers, which predict further tokens (MTP). The pool has room
+    for the KV of the model's layers and of a draft head with `draft_layers` layers.
     If `transformers` is not empty, that version of transformers runs the model, and `layers` describes only the sizes
     of attention.
     """
@@ -330,7 +330,7 @@ def state_units(config: ModelConfig) -> tuple[int, ...]:
 def unit_places(units: Sequence[int], row_size: int) -> list[tuple[int, int]]:
     """Return the row of each unit and the unit's offset in that row. A row has `row_size` elements.
 
-    Units are placed in order, and no unit extends over two rows. A state has all rows up to the row of its last unit.
+    Units are placed in order, and no unit extends over two rows.
     Raises ValueError if a unit is larger than a row.
     """
     places: list[tuple[int, int]] = []

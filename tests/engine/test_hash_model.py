@@ -207,10 +207,10 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("kv_tokens", "many", "kv_tokens must be a number"),
     ("kv_bytes_per_token", 0, "kv_bytes_per_token must be a number from 1"),
     ("link", "token ring", "link 'token ring' is not one of 100gbe"),
-    ("residuals", [1.0, -1.0], "residuals must be a list of measured divided by predicted durations"),
+    ("residuals", [1.0, -1.0], "residuals must be a list of ratios of measured to predicted duration"),
     ("prefill_residuals", [1.0], "prefill_residuals must be a list of objects with up_to_s and quantiles"),
     ("prefill_residuals", [{"quantiles": [1.0]}], "prefill_residuals.up_to_s must be a number"),
-    ("prefill_residuals", [{"up_to_s": 1.0}], "quantiles must be a list of measured divided by predicted durations"),
+    ("prefill_residuals", [{"up_to_s": 1.0}], "quantiles must be a list of ratios of measured to predicted duration"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The families of decoders that run on Baton's own kernels, by the architecture's name in config.json."""
+"""The families of decoders that run on Baton's own kernels, keyed by the architecture's name in config.json."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,8 +16,8 @@ from shared.model_files import is_multimodal, read_object, text_values
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to read a family's config.json, and the names of its tensors. `defaults` are the values of keys that the file
-    may omit: those of transformers, where they differ from Llama's. A null in the file counts as given."""
+    """How to read a family's config.json, and the names of its tensors. `defaults` has transformers' default values of
+    keys that the file may omit, where they differ from Llama's. A default does not replace a null in the file."""
 
     read: Callable[[ConfigReader], ModelConfig]
     weights: WeightMap = LLAMA
@@ -102,7 +102,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# The defaults of text decoders that have a configuration class of their own, by `model_type`.
+# The defaults of text decoders that have their own configuration class in transformers, keyed by `model_type`.
 TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {"num_key_value_heads": 32, "rope_theta": 500_000.0},
     "qwen2_5_vl_text": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
@@ -146,7 +146,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def _decoder(keys: ConfigReader, file: Path) -> ConfigReader:
-    """Return the reader of the text decoder's keys in the config.json of a multimodal model."""
+    """Return a reader for the keys of the text decoder in the config.json of a multimodal model."""
     prefix = "text_config." if isinstance(keys.values.get("text_config"), dict) else ""
     values = dict(text_values(keys.values))
     name = DECODERS.get(str(values.get("model_type")), "")

@@ -75,10 +75,10 @@ def activation_of(keys: ConfigReader, key: str = "hidden_act", default: str = "s
 
 
 def layer_count(keys: ConfigReader, key: str, default: int) -> int:
-    """Return the number of the first layers that differ from the others, which may be 0."""
+    """Return how many of the first layers differ from the others. The number may be 0."""
     count = keys.values.get(key, default)
     if type(count) is not int or count < 0:
-        keys.refuse(key, "it must be a number of layers")
+        keys.refuse(key, "it must be 0 or a positive integer")
     return count
 
 
@@ -137,7 +137,9 @@ def rope(
     dims = int(head_dim * share)
     if share != 1 and (default_share is None or share > 1 or dims % 2 or dims == 0):
         where = given if "partial_rotary_factor" in given.values else keys
-        where.refuse("partial_rotary_factor", "this family rotates whole heads (1.0), others an even part of each")
+        why = "it must be 1.0, because this family rotates whole heads"
+        why = why if default_share is None else "it must be at most 1.0 and give an even number of dimensions"
+        where.refuse("partial_rotary_factor", why)
     theta = given.positive("rope_theta", keys.positive("rope_theta", default_theta))
     sections: tuple[int, ...] = ()
     if "mrope_section" in given.values:
@@ -150,14 +152,15 @@ def rope(
 
 
 def original_length(keys: ConfigReader, given: ConfigReader, default: int | None = None) -> int:
-    """Return the length before scaling. As in transformers, a value outside the rotary embedding's object `given` has
-    priority."""
+    """Return the context length before scaling. As in transformers, a value at the top level of the config has priority
+    over one in `given`, the object of the rotary embedding."""
     key = "original_max_position_embeddings"
     return (given if keys.values.get(key) is None else keys).size(key, default)
 
 
 def require_rope(keys: ConfigReader) -> None:
-    """Refuse a file without the rotary embedding, for families whose default in transformers scales it."""
+    """Refuse a config that does not describe the rotary embedding. Called for families for which the default in
+    transformers is a scaled embedding."""
     if not rope_values(keys).values:
         keys.refuse("rope_parameters", "this family requires it")
 

@@ -69,8 +69,8 @@ def gemma4(keys: ConfigReader) -> ModelConfig:
 
 
 def _global_heads(keys: ConfigReader, attention: AttentionSpec, kinds: list[str]) -> tuple[int, int]:
-    """Return the number of KV heads and the head size of layers without a window. Transformers writes these values for
-    each layer."""
+    """Return the number of KV heads and the head size of layers without a window. transformers writes these values to
+    `per_layer_config`, for each layer."""
     default = attention.kv_heads
     if keys.flag("attention_k_eq_v") and keys.values.get("num_global_key_value_heads") is not None:
         default = keys.size("num_global_key_value_heads")
@@ -119,7 +119,7 @@ def _attention(keys: ConfigReader, **more: Any) -> AttentionSpec:
 
 
 def _cap(keys: ConfigReader, key: str, default: float) -> float:
-    """Return a soft cap, or 0 if there is none. In the file, null means that there is none."""
+    """Return a soft cap, or 0 for no cap. In the file, null means no cap."""
     if key in keys.values:
         return 0.0 if keys.values[key] is None else keys.positive(key)
     return default

@@ -16,7 +16,7 @@ def deepseek_v2(keys: ConfigReader) -> ModelConfig:
     keys.require("moe_layer_freq", 1, 1)
     keys.require("scoring_func", "softmax", "softmax")
     keys.size("num_experts_per_tok")  # has no default
-    keys.require("norm_topk_prob", False, False)  # implementations differ in how they combine it with the scale
+    keys.require("norm_topk_prob", False, False)  # implementations combine it with the scale in different ways
     moe = replace(sigmoid_moe(keys, 64), score="softmax", corrects=False, renormalizes=False, group_scores=1)
     method = keys.text("topk_method", "greedy")
     if method not in {"greedy", "group_limited_greedy"}:
@@ -57,7 +57,7 @@ def mistral4(keys: ConfigReader) -> ModelConfig:
 
 
 def latent(keys: ConfigReader, q_rank: int, kv_rank: int, nope_dim: int, value_dim: int) -> LatentSpec:
-    """Return the latent attention of all layers. The numbers are the defaults for missing keys."""
+    """Return the latent attention of all layers. `q_rank` to `value_dim` are the defaults for missing keys."""
     if "index_topk" in keys.values:
         keys.refuse("index_topk", NO_INDEX)
     has_rank = keys.values.get("q_lora_rank", q_rank) is not None

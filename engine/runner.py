@@ -215,9 +215,9 @@ class TorchRunner(Runner):
         empty tensor)."""
         if self.adapters is not None:
             self.adapters.rows.select(batch, self._device)
-        fuses = self._whole_pass is not None and not batch.adapters and batch.images is None and not needs_hidden
-        if fuses and self._whole_pass is not None and self._whole_pass.takes(batch):
-            return self._whole_pass.logits(batch), torch.empty(0)
+        fused = None if batch.adapters or batch.images is not None or needs_hidden else self._whole_pass
+        if fused is not None and fused.takes(batch):
+            return fused.logits(batch), torch.empty(0)
         attention, drawing = plan_tables(self._backend, self._pool, batch), batch.drawing()
         last = plan_tables(self._backend, self._pool, drawing) if drawing is not None else None
         hidden = self._model.forward(batch, self._kernels.begin(batch), attention, last)

@@ -20,12 +20,13 @@ def memory_of(
     """Return the table: the text of each named row. `chunk` is the maximum number of a request's tokens in a step."""
     geometry = Geometry(layout.block_tokens, groups)
     row, size = layout.block_bytes, layout.block_tokens
+    full_rows = sum(group.rows for group in groups if group.kind == "full")
     rows = {
         "architecture": f"{config.architecture}, {config.num_layers} layers"
         + (f", run by transformers {config.transformers}" if config.transformers else ""),
         "layers contain": ", ".join(parts_of(config)) or "attention and MLPs",
         "weights": f"{_size(weight_bytes(path))} in files, {_format(path)}",
-        "KV of a token": f"{_size(_rows(groups, 'full') * row / size)} in {layout.dtype}",
+        "KV of a token": f"{_size(full_rows * row / size)} in {layout.dtype}",
     }
     for group in groups:
         if group.kind == "window":
@@ -53,10 +54,6 @@ def log_table(rows: dict[str, str]) -> None:
     """Log each row separately, because the log escapes the line ends within a message."""
     for line in aligned(rows).splitlines():
         log.info("model: %s", line.strip())
-
-
-def _rows(groups: tuple[Group, ...], kind: str) -> int:
-    return sum(group.rows for group in groups if group.kind == kind)
 
 
 def _format(path: Path) -> str:

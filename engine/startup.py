@@ -52,9 +52,7 @@ class EngineComponents:
     images: ImageSupport | None = None  # None: requests with images are refused
 
 
-def exchange_fingerprint(
-    runner: str, revision: str, layout: KVLayout, sums: str, groups: tuple[Group, ...] = UNIFORM
-) -> str:
+def exchange_fingerprint(runner: str, revision: str, layout: KVLayout, sums: str, groups: tuple[Group, ...]) -> str:
     """Return a text that is equal for two nodes if they can exchange KV: a digest (24 hex digits) and a description.
 
     `revision` is the digest of the model's files. `sums` is the name of the checksum that the KV memory computes for

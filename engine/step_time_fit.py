@@ -226,7 +226,7 @@ def _fit(
     return distance**2, (float(overhead), float(per_token), knee, *map(float, others))
 
 
-def fit_cost(works: Sequence[StepWork], seconds: Sequence[float], knees: Sequence[float] = FINE_KNEES) -> CostModel:
+def fit_cost(works: Sequence[StepWork], seconds: Sequence[float]) -> CostModel:
     """Return the model with the smallest squared relative errors over all these steps, without a margin.
 
     Raises ValueError if there are fewer than FIRST_FIT steps or a step took no time.
@@ -235,7 +235,7 @@ def fit_cost(works: Sequence[StepWork], seconds: Sequence[float], knees: Sequenc
         raise ValueError(f"a fit needs {FIRST_FIT} steps or more, each of which took some time")
     samples = [StepObservation(work, each, each) for work, each in zip(works, seconds, strict=True)]
     weights = [1.0] * len(samples)
-    _, fields = min(_fit(samples, weights, CostModel(), knee) for knee in knees)
+    _, fields = min(_fit(samples, weights, CostModel(), knee) for knee in FINE_KNEES)
     return CostModel(*fields)
 
 

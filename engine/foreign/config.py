@@ -18,7 +18,6 @@ from shared.model_files import read_object
 
 OLDEST = (5, 20)
 INSTALL = "in the repository, run: pip install '.[models]'"
-UNKNOWN = "transformers {} has no decoder of this name"
 # Layers that choose the tokens to which they attend. They are refused, because the check cannot test this choice:
 # the prompts of the check are so short that a layer may choose all tokens.
 SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse")
@@ -61,7 +60,8 @@ def read_foreign_config(directory: Path) -> ModelConfig:
         raise ValueError(f"{directory}: has an adapter (adapter_config.json); merge it into the model")
     names = keys.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not is_causal(str(names[0])):
-        keys.refuse("architectures", UNKNOWN.format(release) + "; it must be one class name ending in ForCausalLM")
+        why = f"transformers {release} has no decoder of this name; it must be one class name ending in ForCausalLM"
+        keys.refuse("architectures", why)
     found = parsed(directory, release)
     found.allow_global_per_layer_attribute_access = True  # allowed, because the sizes of each layer are measured later
     check_layers(found, file)

@@ -263,9 +263,8 @@ class _Loader:
     def latent_layer(self, prefix: str, index: int, spec: LatentSpec, mlp: MlpSpec | MoeSpec) -> AttentionDecoderLayer:
         hidden = self.config.hidden_size
         own, heads, query = f"{prefix}self_attn.", spec.heads, spec.nope_dim + spec.rope_dim
-        turned = (
-            torch.arange(spec.rope_dim).view(-1, 2).T.flatten() if spec.interleaved else torch.arange(spec.rope_dim)
-        )
+        turned = torch.arange(spec.rope_dim)
+        turned = turned.view(-1, 2).T.flatten() if spec.interleaved else turned
         order = torch.cat((torch.arange(spec.nope_dim), spec.nope_dim + turned))
         order = (torch.arange(heads)[:, None] * query + order).flatten()
         down = [f"{own}kv_a_proj_with_mqa"], [spec.width]
@@ -399,13 +398,13 @@ class _Loader:
         return self.take(f"{name}.weight", out, width) if self.reader is None else self.reader.matrix(name, out, width)
 
     def read_stacked(self, name: str, count: int, width: int, out: int) -> list[Weight]:
-        """Return the experts' matrices [out, width], which the checkpoint stores in one tensor."""
+        """Return the experts' matrices [out, width] from one tensor [count, width, out]."""
         if isinstance(self.reader, QuantizedReader):
             return self.reader.stacked(name, count, width, out)
         return [one.T.contiguous() for one in self.take(name, count, width, out)]
 
     def read_fused(self, name: str, count: int, out: int, width: int) -> list[Tensor]:
-        """Return the experts' matrices [out, width], which the checkpoint stores in one tensor."""
+        """Return the experts' matrices [out, width] from one tensor [count, out, width]."""
         if isinstance(self.reader, QuantizedReader):
             return self.reader.fused(name, count, out, width)
         return list(self.take(name, count, out, width))

@@ -67,7 +67,7 @@ def mlp(keys: ConfigReader, size: str = "intermediate_size", activation: str = "
     return MlpSpec(keys.size(size), activation_of(keys, activation), **more)
 
 
-def activation_of(keys: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
+def activation_of(keys: ConfigReader, key: str, default: str = "silu") -> Activation:
     name = keys.text(key, default)
     if name not in ACTIVATIONS:
         keys.refuse(key, f"supported are {', '.join(ACTIVATIONS)}")

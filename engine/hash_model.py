@@ -36,7 +36,7 @@ class HashRunner(Runner):
     logprobs.
 
     With several groups, each row of a block has the KV of the block's tokens, and each row of a state has the sum over
-    all tokens. Both are XORed with the row's constant. A group's window limits the positions that are read.
+    all tokens. Each row is XORed with its own constant. A group's window limits the positions that are read.
     """
 
     def __init__(

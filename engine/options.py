@@ -136,7 +136,7 @@ def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
         name, _, directory = given.partition("=")
         if not name or not directory or name in found:
             raise ValueError(f"--lora-modules {given[:100]}: must be name=directory, and each name must be unique")
-        path = Path(expanduser(directory))  # unlike Path.expanduser, it accepts a user who does not exist
+        path = Path(expanduser(directory))  # unlike Path.expanduser, it does not fail for an unknown user
         try:
             found[name] = LoraAdapter(name, lora_digest(path), path)
         except ValueError as error:

@@ -62,7 +62,7 @@ PendingStep = Callable[[], list[SliceOutput]]
 class Runner(Protocol):
     """Runs steps in the given order. The engine's thread calls it.
 
-    A runner reads requests and never changes them, so a step may run twice. If `can_run_ahead` is true, a step may
+    A runner changes nothing in requests except caches, so a step may run twice. If `can_run_ahead` is true, a step may
     be launched while one earlier step is pending. The engine does so if `ahead` is true. Each runner initially sets
     `ahead` to true if that makes it faster, and `set_ahead` applies the user's choice.
     """
@@ -79,9 +79,9 @@ class Runner(Protocol):
     def launch(self, step: Step, before: Step | None = None) -> PendingStep:
         """Start a step. The tokens and blocks of its requests are read before this method returns.
 
-        `before` is the pending step, if there is one. If `before` samples the last token of a slice of this step,
-        `engine.batch.build(..., before=before.slices)` records the draw in `Batch.carried`, and the runner copies the
-        drawn token into `Batch.tokens` on the device. If `before` fails, this step fails too.
+        `before` is the pending step, if there is one. If `before` draws the last token of a slice of this step,
+        `engine.batch.build` records this in `Batch.carried`, and the runner copies the drawn token into `Batch.tokens`
+        on the device. If `before` fails, this step fails too.
         """
         outputs = self.run(step)
         return lambda: outputs

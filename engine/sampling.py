@@ -122,7 +122,7 @@ def parameters_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
 def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> list[DrawResult]:
     """Return one draw per row of `logits`, float32 [R, vocab]. Does not change `logits`. An error affects only its row.
 
-    `masks` are the masks of rows with a grammar.
+    `masks` has the masks of the rows that have a grammar.
     """
     if not rows:
         return []

@@ -220,7 +220,7 @@ class Checkpoint:
             return list(file.get_slice(self._stored[name]).get_shape())
 
     def refuse(self, name: str, why: str) -> NoReturn:
-        """Raise ValueError for a tensor."""
+        """Raise ValueError with the name of a tensor and the reason."""
         raise ValueError(f"{self._directory}: tensor {name!r} {why}")
 
     def _taken(self, name: str, dtypes: Collection[str], shape: tuple[int, ...]) -> "torch.Tensor":

@@ -14,7 +14,7 @@ class Rope:
     `kind` is "default", "linear", "llama3", "yarn" (Peng et al. 2023), "longrope" (Ding et al. 2024) or "proportional"
     (Gemma 4). With "proportional", the whole head is divided into pairs, and only the first `pairs` of them rotate.
     With the other kinds, only the first `dims` dimensions of a head rotate, or all of them if `dims` is 0. Cosines and
-    sines are multiplied by `magnitude`. `factors` [dims / 2] divide the frequencies of longrope.
+    sines are multiplied by `magnitude`. With "longrope", frequencies are divided by `factors` [dims / 2].
 
     If there are `sections`, tokens have a temporal, a vertical and a horizontal position (M-RoPE, Wang et al. 2024).
     `sections` are the numbers of pairs that these three positions rotate. The pairs of an axis are adjacent, unless
@@ -83,8 +83,8 @@ class LatentSpec:
     derive, and a rotated key of `rope_dim` dimensions, which all heads share. A head's query has `nope_dim` unrotated
     dimensions and `rope_dim` rotated dimensions. Queries derive from a vector of `q_rank` dimensions, or from the
     hidden state if `q_rank` is 0. The weights of keys multiply the queries, and the weights of values multiply the
-    outputs; the stored latents stay as they are. If `interleaved`, the checkpoint rotates dimension 2i with 2i + 1. For
-    other fields see `AttentionSpec`."""
+    outputs; the stored latents stay as they are. If `interleaved`, the checkpoint rotates dimension 2i with
+    dimension 2i + 1. For other fields see `AttentionSpec`."""
 
     heads: int
     q_rank: int

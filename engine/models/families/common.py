@@ -15,7 +15,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 def model(keys: ConfigReader, layers: Sequence[LayerSpec], **more: Any) -> ModelConfig:
     """Return the configuration of a model with these layers; `more` are fields that most families do not have.
 
-    The result has no end tokens. The caller adds them, because they are also in another file.
+    The result has no end tokens. The caller adds them, because generation_config.json may have more of them.
     """
     vocab_size = keys.size("vocab_size")
     defaults: dict[str, Any] = {

@@ -12,9 +12,8 @@ from engine.batch import BlockRows, build
 from engine.cpu.selection import kernels_on_cpu
 from engine.foreign.decoder import ForeignDecoder
 from engine.kv_pool import KVPool
-from engine.models.kv_places import STATE_BYTES, KVPlaces, all_in_one_row
-from engine.models.spec import ModelConfig, state_units, unit_places
-from scheduler.geometry import Group
+from engine.models.kv_places import STATE_BYTES, all_in_one_row, with_states
+from engine.models.spec import ModelConfig, state_units
 from scheduler.request import Request, Slice, StateUse, cdiv
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
@@ -85,7 +84,7 @@ def packed_logits(
     """Return the logits of all positions, computed in the given chunks over a pool whose unused memory is NaN."""
     config = decoder.config
     row = row_layout(config)
-    places, size = places_in(config, row), row.block_tokens
+    places, size = with_states(all_in_one_row(config.num_kv_layers), config, row.block_bytes), row.block_tokens
     blocks = [cdiv(len(prompt) + 1, size) for prompt in prompts]
     layout = replace(row, num_blocks=1 + sum(blocks) + 2 * places.state_rows * len(prompts))
     pool = KVPool(layout, HostMemory(layout.num_blocks, layout.block_bytes), places)
@@ -114,15 +113,6 @@ def row_layout(config: ModelConfig) -> KVLayout:
     while layout.block_bytes < STATE_BYTES * max(state_units(config), default=0):
         layout = replace(layout, block_tokens=2 * layout.block_tokens)
     return layout
-
-
-def places_in(config: ModelConfig, row: KVLayout) -> KVPlaces:
-    """Return the `KVPlaces` of a pool in which one row holds all layers, with places for the units of a state."""
-    places = all_in_one_row(config.num_kv_layers)
-    if not (sizes := state_units(config)):
-        return places
-    units = tuple(unit_places(sizes, row.block_bytes // STATE_BYTES))
-    return replace(places, groups=(*places.groups, Group("state", units[-1][0] + 1)), units=units)
 
 
 def chunks(

@@ -1,6 +1,6 @@
 """Determines a model's groups of layers, and where the layers store KV and recurrent states in the pool."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.models.spec import AttentionSpec, ModelConfig, state_units, unit_places
 from scheduler.geometry import UNIFORM, Group
@@ -66,12 +66,15 @@ def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
             for number, layer in enumerate(layer for layer, window in enumerate(windows) if window == size):
                 tables[layer], places[layer] = first + number // row_layers, number % row_layers
         found = KVPlaces(row_layers, tuple(groups), tuple(tables), tuple(places))
-    sizes_of_units = state_units(config)
-    if not sizes_of_units or not row_bytes:
-        return found
-    units = tuple(unit_places(sizes_of_units, row_bytes // STATE_BYTES))
-    state = Group("state", units[-1][0] + 1)
-    return KVPlaces(found.row_layers, (*found.groups, state), found.tables, found.places, units)
+    return with_states(found, config, row_bytes) if row_bytes else found
+
+
+def with_states(places: KVPlaces, config: ModelConfig, row_bytes: int) -> KVPlaces:
+    """Return `places` with a group for the model's recurrent states, if it has any, in rows of `row_bytes` bytes."""
+    if not (sizes := state_units(config)):
+        return places
+    units = tuple(unit_places(sizes, row_bytes // STATE_BYTES))
+    return replace(places, groups=(*places.groups, Group("state", units[-1][0] + 1)), units=units)
 
 
 def _row_layers(counts: dict[int, int]) -> int:

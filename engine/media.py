@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -182,7 +182,6 @@ def batch_positions(slices: Sequence[Slice], positions: NDArray[np.int64]) -> ND
     first = 0
     for slice_ in slices:
         if slice_.request.media:
-            part: Any = rotary_positions(slice_.request.media, slice_.start, slice_.end)
-            on_axes[:, first : first + slice_.count] = part
+            on_axes[:, first : first + slice_.count] = rotary_positions(slice_.request.media, slice_.start, slice_.end)
         first += slice_.count
     return on_axes

@@ -131,7 +131,7 @@ class Batch:
 
 
 def num_scored(slice_: Slice) -> int:
-    """Return for how many rows of a slice the next token is a prompt token whose logprob was requested."""
+    """Return the number of a slice's rows from which requested prompt logprobs are computed."""
     request = slice_.request
     return max(0, min(slice_.end, request.num_prompt - 1) - slice_.start) if request.needs_prompt_logprobs else 0
 

@@ -99,7 +99,7 @@ def _visible(keys: Tensor, at: int, window: int | None) -> Tensor:
 
 @dataclass(slots=True)
 class PackedPass:
-    """The attention of one pass. The model's layers call it in the same order as in the probe pass."""
+    """The attention of one pass. The model's layers call `attend` in the same order as in the probe pass."""
 
     decoder: "ForeignDecoder"
     kernels: StepKernels

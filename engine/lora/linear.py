@@ -116,7 +116,7 @@ class ModelAdapters:
             raise
 
     def remove(self, digest: str) -> None:
-        """Remove the adapter. No request may use it."""
+        """Remove the adapter, which no request may use any more."""
         for matrix in self.matrices:
             matrix.updates.pop(digest, None)
 

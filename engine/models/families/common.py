@@ -13,7 +13,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 
 def model(keys: ConfigReader, layers: Sequence[LayerSpec], **more: Any) -> ModelConfig:
-    """Return the configuration of a model with these layers; `more` are fields that most families do not have.
+    """Return the configuration of a model with these layers; `more` are other fields of ModelConfig.
 
     The result has no end tokens. The caller adds them, because generation_config.json may have more of them.
     """

@@ -250,7 +250,7 @@ class ResponseRuns:
         def ended(_: asyncio.Task[None]) -> None:
             if run.is_background:
                 self._slots.release(run.stored.tenant)
-            if self._tasks[name] is task:
+            if self._tasks.get(name) is task:
                 del self._tasks[name], self._owners[name]
             self._wake(name)
 

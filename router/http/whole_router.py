@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from router.metrics.merged import MergedMetrics, merged_requests, merged_status
+from shared.errors import UnavailableError
 
 ANSWER_S = 5.0  # how long another worker may take to answer; after that, the other worker is left out
 logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs each request
@@ -65,10 +66,15 @@ class WholeRouter:
         return _passed(next((answer for answer in answers if answer.status_code == 200), answers[0]))
 
     async def _ask(self, request: Request) -> list[httpx.Response]:
-        """Return the answers of all workers to a request. The answer of this worker comes first."""
+        """Return the answers of all workers to a request. The answer of this worker comes first.
+
+        Raises UnavailableError if no worker answers.
+        """
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         found = await asyncio.gather(*(_get(socket, target) for socket in self._sockets))
         answers = [answer for answer in found if answer is not None]
+        if not answers:
+            raise UnavailableError(f"No worker of this router answered within {ANSWER_S:g} s.")
         return [each for each in answers if each.status_code == answers[0].status_code or each.status_code == 200]
 
 

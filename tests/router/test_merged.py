@@ -1,15 +1,20 @@
 """Test that the metrics and the status of a router with several workers are merged correctly."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
 
+from router.http.whole_router import WholeRouter
 from router.metrics.merged import MergedMetrics, merged_requests, merged_status
 from router.metrics.request_metrics import RequestMetrics, SloTargets, Snapshot
+from shared.errors import UnavailableError
 from shared.metrics import metric_family
 
 
@@ -95,3 +100,11 @@ def test_a_status_has_the_sum_of_the_requests_and_the_latency_of_the_slowest_wor
 def test_the_latest_requests_of_all_workers_are_listed_newest_first() -> None:
     pages = [{"requests": [{"accepted_ms": at} for at in times]} for times in ((9, 4), (7, 1))]
     assert [row["accepted_ms"] for row in merged_requests(pages, 3)["requests"]] == [9, 7, 4]
+
+
+@pytest.mark.parametrize("path", ["/v1/status", "/metrics", "/load", "/v1/requests", "/v1/requests/{id}/timeline"])
+async def test_if_no_worker_answers_the_router_is_unavailable(tmp_path: Path, path: str) -> None:
+    (route,) = WholeRouter([tmp_path / "none"], 0).routes([path])
+    request = Request({"type": "http", "path": path, "query_string": b"", "headers": []})
+    with pytest.raises(UnavailableError, match="No worker"):
+        await route.endpoint(request)

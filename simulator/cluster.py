@@ -67,7 +67,7 @@ class ClusterPlan:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of each node, with the dummy block."""
+        """The number of blocks of each node, including the dummy block."""
         return self.computing.num_blocks or 1 + self.device.kv_tokens // self.block_tokens
 
     @property
@@ -78,7 +78,7 @@ class ClusterPlan:
 
     @property
     def cost(self) -> CostModel:
-        """The step-time model that nodes learn, which includes the time of the host."""
+        """The step-time model that a live node would learn: the costs of the device, plus the time of the host."""
         device, times = self.device, self.device.times
         overhead, per_decode = device.cost.overhead + times.step_s, device.cost.per_decode + times.slice_s
         return replace(device.cost, overhead=overhead, per_decode=per_decode)
@@ -92,8 +92,8 @@ class SimulatedCluster:
     """
 
     def __init__(self, plan: ClusterPlan, *, skips: bool = True, seed: int = 0) -> None:
-        """If `skips` is false, nodes decide every step separately, which takes longer. `seed` determines the random
-        variations of the steps' durations."""
+        """If `skips` is false, every step is simulated separately, which is slower. `seed` determines the random
+        variations in the durations of steps."""
         self.plan, self.times = plan, plan.device.times
         self.events, self._cost = EventQueue(), plan.cost.packed()
         serving = plan.serving
@@ -160,7 +160,8 @@ class SimulatedCluster:
             self.events.run()
 
     def begin(self, requests: Iterable[SimulatedRequest], timeout_s: float = inf) -> None:
-        """Prepare to serve `requests`; the arguments are those of `run`. Then, `events.run` serves the requests."""
+        """Schedule the first arrival and the heartbeats, so that `events.run` serves the requests. The arguments are
+        those of `run`."""
         self._timeout_s = timeout_s
         arrivals = iter(requests)
         if (first := next(arrivals, None)) is None:
@@ -174,7 +175,7 @@ class SimulatedCluster:
         self.events.at(first.at_s + self.times.request_s, self._arrive, first, arrivals)
 
     def ends(self) -> dict[SimulatedNode, list[float]]:
-        """Return the ends of all steps of each node, in seconds."""
+        """Return, for each node, the times in seconds at which its steps ended."""
         return {node.node: node.node.times.ends(node.node.log) for node in self.nodes}
 
     def _heartbeat(self, node: RoutedNode) -> None:
@@ -221,8 +222,8 @@ class SimulatedCluster:
             self.events.at(request.at_s + self._timeout_s, self._time_out, request)
 
     def _start(self, granted: Iterable[QueueEntry]) -> None:
-        """Place the requests of these entries. A request that is then refused may free slots for further entries, which
-        the outermost call places."""
+        """Place the requests of these entries. If a request is refused, its slot may be granted to other entries by a
+        nested call; the outermost call places these entries too."""
         is_placing = bool(self._granted)
         self._granted += granted
         while self._granted and not is_placing:
@@ -295,8 +296,8 @@ class SimulatedCluster:
     def add(
         self, request: SimulatedRequest, node: RoutedNode, handoff: SimulatedHandoff | None, *, receives: bool = False
     ) -> None:
-        """Let a node add the request to its scheduler. With a handoff, the node sends or receives the KV of the
-        prompt."""
+        """Let a node add the request to its scheduler. With a handoff, the node sends the KV of the prompt or, if
+        `receives` is set, receives it."""
         if request.is_over or (handoff is not None and handoff.is_cancelled):
             return
         tokens = list(request.tokens) or [0] * request.num_prompt
@@ -354,8 +355,8 @@ class SimulatedCluster:
         self._begin_spans(node, node.scheduler.running, steps.number)
 
     def _begin_spans(self, node: SimulatedNode, rows: Sequence[Request], number: int, num_new: int = 1) -> None:
-        """Begin a span for each request that samples a token in step `number` but sampled none in the step before. The
-        step adds `num_new` tokens to each sequence."""
+        """Begin a span for each request that samples a token in step `number` but sampled none in the step before.
+        `num_new` is the number of tokens that this step has yet to add to each sequence: 0 if the step has ended."""
         for row in rows:
             request, shift = row.sampling[0], len(row.tokens) + num_new - number
             if shift != request.shift or request.spans[-1][0] is not node:

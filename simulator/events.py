@@ -10,8 +10,7 @@ from typing import Any
 class EventQueue:
     """Runs functions at given times of a virtual clock, in seconds.
 
-    Of the functions with equal times, those with `late` run last. Otherwise, functions with equal times run in the
-    order in which they were added.
+    Functions with equal times run in the order in which they were added, except that those with `late` run last.
     """
 
     def __init__(self) -> None:
@@ -20,7 +19,7 @@ class EventQueue:
         self._numbers = count()
 
     def at(self, time_s: float, function: Callable[..., object], *args: Any, late: bool = False) -> None:
-        """Call `function(*args)` at `time_s`, after the other events of this time if `late` is set."""
+        """Call `function(*args)` at `time_s`. If `late` is set, call it after the other functions of this time."""
         heapq.heappush(self._heap, (time_s, late, next(self._numbers), function, args))
 
     def run(self, until_s: float = inf) -> None:

@@ -27,8 +27,8 @@ class HandoffCluster(Protocol):
 
 
 class SimulatedHandoff:
-    """The handoff of one request. It reserves blocks at the request's first step, pushes the complete blocks of each
-    chunk while the next chunk is computed, and commits."""
+    """The handoff of one request. It reserves blocks at the request's first step, pushes the full blocks of each chunk
+    while the next chunk is computed, and commits after the last push and the first token."""
 
     def __init__(
         self, cluster: HandoffCluster, request: SimulatedRequest, prefill: RoutedNode, decode: RoutedNode

@@ -1,7 +1,7 @@
-"""A simulated node: the real scheduler on a virtual clock, with steps that take the time that a model predicts.
+"""A simulated node: the real scheduler on a virtual clock. A cost model predicts the duration of each step.
 
 While only decodes run, the duration of a step is an affine function of the step's number. The node then skips a stretch
-of steps at once: a formula gives their end times, and `Scheduler.skip_decodes` changes the state."""
+of steps at once: a formula gives their end times, and `Scheduler.skip_decodes` updates the scheduler's state."""
 
 from bisect import bisect_left
 from collections import deque
@@ -19,7 +19,7 @@ from shared.rpc.messages import NodeStats
 from simulator.events import EventQueue
 
 TOKEN = 0  # the token that every step samples, because only the numbers of tokens matter
-PERIOD = 4096  # number of random factors; step PERIOD has the same factor as step 0, and so on
+PERIOD = 4096  # number of random factors; they repeat, so step PERIOD has the same factor as step 0
 COUNTERS = tuple(field.name for field in fields(SchedulerCounters))
 LONGEST = 256  # maximum number of steps in a stretch
 Command = Callable[[Scheduler], object]
@@ -56,7 +56,7 @@ class StepTimes:
         prompt_residuals: Sequence[Residuals] = (),
         seed: str = "",
     ) -> None:
-        """A step takes `host_s`, and `host_slice_s` for each slice, in addition to the time of the device. Without
+        """In addition to its time on the device, a step takes `host_s`, plus `host_slice_s` for each slice. Without
         `prompt_residuals`, `quantiles` are used for all steps."""
         self._cost, self._host_s, self._host_slice_s = cost, host_s, host_slice_s
         self.varies = bool(prompt_residuals) or any(each != 1 for each in quantiles)
@@ -73,7 +73,7 @@ class StepTimes:
         return self._cost.seconds(work), self._host_s + self._host_slice_s * num_slices
 
     def slope(self, num_decodes: int) -> float:
-        """Return by how many seconds each step of `num_decodes` decodes is longer than the previous step."""
+        """Return how many seconds longer each step of `num_decodes` decodes is than the step before it."""
         return self._cost.per_context * num_decodes
 
     def longest(self, number: int) -> int:
@@ -95,7 +95,7 @@ class StepTimes:
         return begin_s + steps.first_s * factors + steps.slope_s * moments
 
     def ends(self, log: Sequence[Stretch]) -> list[float]:
-        """Return the end times of all steps of a node's log, by number."""
+        """Return the end times of all steps in a node's log, in the order of their numbers."""
         return [self.end(steps, count) for steps in log for count in range(1, steps.length + 1)]
 
 
@@ -123,7 +123,7 @@ class NodeListener(Protocol):
         """Called before a stretch of steps is skipped. Each of these steps decodes every running request."""
 
     def on_ended(self, node: "SimulatedNode", outputs: list[StepOutput]) -> None:
-        """Called with the requests that have ended in the last of the steps that were skipped."""
+        """Called if requests ended in the last step of a skipped stretch. `outputs` has an output for each of them."""
 
 
 class SimulatedNode:

@@ -21,10 +21,9 @@ FLUSH_S = 0.1  # nodes send their records ten times a second
 
 
 class RecordedCluster(SimulatedCluster):
-    """A simulated cluster whose nodes decide every step separately, and record steps and events with the
-    `StepRecorder`.
+    """A simulated cluster that simulates every step separately. Its nodes record steps and events with `StepRecorder`.
 
-    `observer` gets all records with times on the virtual clock, which begins at `epoch_ns` (Unix time).
+    `observer` gets all records, with times on the virtual clock, which begins at `epoch_ns` (Unix time).
     """
 
     def __init__(self, plan: ClusterPlan, observer: RouterObserver, epoch_ns: int) -> None:

@@ -42,11 +42,11 @@ class SimulatedRequest:
 
     @property
     def attempt(self) -> str:
-        """The id of the request on nodes."""
+        """The id of the request's only attempt, by which nodes identify the request."""
         return f"{self.id}.0.0"
 
     def token_s(self, answer_s: float, ends: dict[SimulatedNode, list[float]]) -> list[float]:
-        """Return when the client received each token. `ends` has the end times of each node's steps."""
+        """Return the times at which the client received the tokens. `ends` has the end times of each node's steps."""
         lasts = [first for *_, first in self.spans[1:]] + [self.num_generated]
         return [
             end_s + answer_s

@@ -29,7 +29,7 @@ class ArmSettings(ServingSettings, ComputingSettings, EngineSettings):
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One of the compared stacks: the number of nodes of each role, and the settings of its router and nodes.
+    """One of the compared stacks: its number of nodes in each role, and the settings of its router and nodes.
 
     Each node has one device.
     """
@@ -37,8 +37,8 @@ class Arm:
     name: str
     prefill: int
     decode: int
-    settings: Mapping[str, str] = field(default_factory=dict)  # from field names of ArmSettings to values in text form
-    url: str = ""  # set only for a running stack; `prefill` and `decode` are 0 until a client has connected to it
+    settings: Mapping[str, str] = field(default_factory=dict)  # values as text, keyed by field name of ArmSettings
+    url: str = ""  # set only for a running stack; its numbers of nodes are 0 until a client has connected to it
 
     @property
     def devices(self) -> int:
@@ -104,7 +104,7 @@ def parse_settings(source: str, text: str) -> dict[str, str]:
 
 def parse_arms(texts: Sequence[str], common: Sequence[str] = (), *, unequal: bool = False) -> list[Arm]:
     """Parse the arms. `common` are settings of all arms, each as SETTING=VALUE. Raises ConfigError if there are fewer
-    than two arms, if two are equal, or if the arms have different numbers of devices and `unequal` is not set."""
+    than two arms, if two arms are equal, or if their numbers of devices differ and `unequal` is not set."""
     shared = parse_settings("--set", ",".join(common))
     if any("=" not in text for text in common):
         raise ConfigError("--set: write SETTING=VALUE, as in --set max_num_seqs=32")

@@ -35,8 +35,8 @@ def _profile(options: ProfileOptions) -> int:
 
 
 def _command(name: str, kind: type[Any], run: Callable[[Any], int]) -> Callable[..., int]:
-    """Return a command whose flags are the fields of `kind`. The command returns the exit status of `run`. On bad
-    input, it prints one line and raises SystemExit(2)."""
+    """Return a command whose flags are the fields of `kind`, and whose result is the exit status that `run` returns. On
+    bad input, the command prints one line and raises SystemExit(2)."""
 
     def command(**given: Any) -> int:
         try:

@@ -37,11 +37,11 @@ NO_VERDICT = 1
 # slowdown, because it also counts processes of lower priority.
 MAX_SLOWDOWN = 3.0
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
-MIN_REQUESTS = 10  # a search ends at a rate at which fewer requests than this arrive in a period
+MIN_REQUESTS = 10  # a search does not try rates at which fewer requests than this arrive in a period
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated", "sim")
 DEVICES = {"emulated": "emulated", "sim": "simulated"}
-PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # prompt lengths, from less than a block to more than a chunk
+PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # lengths of the preflight's prompts, from a single token to several blocks
 WORDS_ONLY = 4096  # vocabulary size if the model is not local; `compare.load.outcome.body_of` turns ids into words
 
 
@@ -101,8 +101,9 @@ def prepare(
 ) -> tuple[Experiment, Deployments, str]:
     """Return the experiment for these options, the deployments of its arms, and the plan to print.
 
-    If `first_rates` has the rates at which the arms' searches start, a trace's own times are not used.
-    Raises ConfigError, whose one-line message names the flag and the remedy.
+    `first_rates` are the rates at which the arms' searches for their capacities start. If it is given, the traffic is
+    drawn at these rates, even if it comes from a trace. Raises ConfigError, whose one-line message names the flag and
+    the remedy.
     """
     _check_choices(options)
     model = _model_of(options)
@@ -124,7 +125,7 @@ def prepare(
     for seed in seeds:
         traffic(seed, rate)  # raises ConfigError for impossible traffic before anything starts
     if options.find_capacity:
-        source.check_trace()  # a search draws further parts of the trace
+        source.check_trace()  # because a search may draw any part of the trace
     experiment = Experiment(
         arms=tuple(arms),
         control=control,
@@ -215,7 +216,7 @@ def _model_of(options: CompareOptions) -> Path | None:
 
 
 def _simulates_other_model(options: CompareOptions) -> bool:
-    """Return whether the simulated model is not that of `_model_of`, whose limits then do not matter."""
+    """Return whether the simulated model is that of the cost file, so that the limits of `_model_of` do not apply."""
     return options.on == "sim" and not options.model
 
 

@@ -1,6 +1,6 @@
 """The flags of `baton compare`."""
 
-# ruff: noqa: RUF009 - `_flag` returns a field of a dataclass
+# ruff: noqa: RUF009 - `flag` returns a field of a dataclass
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -28,7 +28,7 @@ def flag(metavar: str, default: Any, about: str, *names: str, **more: Any) -> An
 
 
 def check_finite(options: Any) -> None:
-    """Raise ConfigError, which names the flag, if a number among the options is infinite, NaN or over MOST."""
+    """Raise ConfigError, which names the flag, if the value of an option is infinite, NaN or over MOST."""
     for each in fields(options):
         value = getattr(options, each.name)
         if isinstance(value, float) and not value <= MOST:
@@ -37,7 +37,7 @@ def check_finite(options: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """The options of the command line; each field is a flag. `compare.main` replaces the defaults that are empty."""
+    """The options of the command line; each field is a flag. `compare.main` replaces empty defaults."""
 
     more_arms: list[str] = field(
         default_factory=list, metadata={"flag": typer.Argument(metavar="[ARM]...", show_default=False, hidden=True)}
@@ -49,7 +49,7 @@ class CompareOptions:
     engines: str = flag(
         "URL,URL", "", "Running vLLM servers, which are the devices of all arms; see docs/engines.md. Needs --model."
     )
-    url: list[str] = flag("URL", [], "A running stack, which replaces an arm. Give two or more.", parser=base_url)
+    url: list[str] = flag("URL", [], "A running stack, in place of an arm. Give two or more.", parser=base_url)
     api_key: str = flag("KEY", "", "Key for --url; only an admin key reads records.", envvar="BATON_API_KEY")
     trace: Path | None = flag("FILE", None, "Traffic from a file.")
     trace_format: str = flag("FORMAT", "auto", "azure, burstgpt, mooncake or own.")
@@ -58,14 +58,14 @@ class CompareOptions:
     rate: float | None = flag("RATE", None, "Requests per second. Default: 4 for presets, else the times of the trace.")
     burstiness: float = flag("SHAPE", 1.0, "For random arrival times: 1 is Poisson, less is burstier.", min=0.01)
     find_capacity: bool = flag("", False, "Search for each arm's highest rate within the SLO.", "--find-capacity")
-    start: float = flag("SECONDS", 0.0, "Seconds of the trace to skip, without --rate.", min=0.0)
+    start: float = flag("SECONDS", 0.0, "Seconds to skip at the start of the trace. Not with --rate.", min=0.0)
     duration: float = flag("SECONDS", 20.0, "Seconds of traffic in each period.", min=1.0)
-    too_long: str = flag("ACTION", "error", "For requests longer than the context: error, cut or drop.")
-    seeds: int = flag("NUMBER", 6, "Number of periods of each arm, as paired runs.", min=1, max=100)
+    too_long: str = flag("ACTION", "error", "For requests longer than the context: error, cut (shorten) or drop.")
+    seeds: int = flag("NUMBER", 6, "Periods of each arm. Periods with the same seed are paired.", min=1, max=100)
     ttft_slo_ms: float = flag("MS", 450.0, "Limit of the time to first token.", *TTFT_SLO, min=0.001)
     tbt_slo_ms: float = flag("MS", 40.0, "Limit of a request's p99 time between tokens.", *TBT_SLO, min=0.001)
     attainment: float = flag(
-        "SHARE", 0.9, "With --find-capacity: share of requests that must meet the limits.", min=0.01, max=0.999
+        "SHARE", 0.9, "With --find-capacity: share of requests that must meet both limits.", min=0.01, max=0.999
     )
     on: str = flag(
         "PLACE", "live", "live: nodes compute; emulated: nodes sleep instead; sim: everything runs on a virtual clock."
@@ -79,5 +79,5 @@ class CompareOptions:
     unequal: bool = flag("", False, "Allow arms with different numbers of devices.", "--unequal")
     control: bool = flag("", False, "Also compare the first arm with a copy; no verdict if they differ.", "--control")
     treatment: list[str] = flag("FACT", [], "A fact of the nodes that may differ between the arms, such as torch.")
-    timeout: float = flag("SECONDS", 60.0, "Seconds after which a request is a miss.", min=1.0)
+    timeout: float = flag("SECONDS", 60.0, "Seconds after which a request counts as failed.", min=1.0)
     out: Path | None = flag("DIRECTORY", None, "Directory of the report. Default: baton-compare-TIME.")

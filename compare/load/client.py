@@ -163,7 +163,7 @@ async def generate(spec: LoadSpec) -> LoadRecording:
 def problems_of(outcomes: Sequence[Outcome], slo: LatencySlo, loop_lag_s: float = 0.0) -> list[str]:
     """Return the reasons not to use a recording, for example that the client sent its requests late.
 
-    `loop_lag_s` is the 99th percentile of the event loop's lag, by which the measured times of the server are too long.
+    `loop_lag_s` is the 99th percentile of the event loop's lag, which lengthens the measured times of the server.
     """
     problems = []
     lags = [outcome.sent_s - outcome.scheduled_s for outcome in outcomes if outcome.sent_s is not None]
@@ -200,7 +200,7 @@ def main() -> int:
         with suppress(OSError):  # a higher priority, which needs a privilege, reduces delays of the client
             os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with suppress(OSError, ValueError):  # every outstanding request has a connection
+        with suppress(OSError, ValueError):  # each outstanding request needs a file descriptor for its connection
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         recording = RECORDING.dump_json(uvloop.run(generate(spec)))
         # With PYTHONUNBUFFERED, sys.stdout.buffer would drop the rest of a write that a signal interrupts.
@@ -213,7 +213,7 @@ def main() -> int:
 
 
 async def drive(spec: LoadSpec, recording: LoadRecording) -> None:
-    """Make one run in a separate process, and fill in `recording`.
+    """Carry out a run in a separate process, and fill in `recording`.
 
     `recording` gets an outcome for every arrival, even if the load generator crashes. If the call is cancelled,
     `recording` gets only the outcomes of requests that have ended. Raises OSError if the process cannot be started.

@@ -40,7 +40,7 @@ class LatencySlo:
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as observed by the client. It finished if `finish` is set and `error` is empty; otherwise it failed.
+    """One request as observed by the client. If `finish` is set and `error` is empty, it finished; otherwise it failed.
 
     `token_s` has one time per token. Tokens that arrived in one read have the same time. `tokens` has the token ids,
     and is empty if the endpoint does not return them.
@@ -101,7 +101,7 @@ def worst_count(counts: Iterable[str]) -> str:
 
 
 class CompletionReader:
-    """Fills an outcome from the bytes of its stream. `exact` is true if the request forbids an early stop."""
+    """Fills in an outcome from the bytes of its stream. `exact`: the answer must have exactly `max_tokens` tokens."""
 
     def __init__(self, outcome: Outcome, *, exact: bool) -> None:
         self.counted = "ids"

@@ -46,8 +46,8 @@ def read_trace(
     """Return the rows in the order of their times, which are seconds since the start of the trace.
 
     Requests with an empty prompt or an empty answer, such as failed requests in BurstGPT, are left out. `encode`
-    tokenizes prompts that are text. `slo` has the limits that the SLO of a row does not state. `vocab_size` is
-    the size of the model's vocabulary (0: unknown). Raises ConfigError, which names the file, the line and the problem.
+    tokenizes prompts that are text. `slo` supplies the limits that are missing in the SLO of a row. `vocab_size` is the
+    size of the model's vocabulary (0: unknown). Raises ConfigError, which names the file, the line and the problem.
     """
     rows: list[TraceRow] = []
     number = 1

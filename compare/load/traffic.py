@@ -39,9 +39,9 @@ class LengthDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Distributions of the lengths of prompts and answers. `continues` is the share of requests that
-    continue a session. The prompt of such a request is the session so far, which nodes may have cached, plus
-    `added` new tokens."""
+    """Distributions of the lengths of prompts and answers. `continues` is the share of requests that continue a
+    session. The prompt of such a request consists of the session so far, which nodes may have cached, and a new part,
+    whose length is drawn from `added`."""
 
     prompt: LengthDistribution
     answer: LengthDistribution
@@ -167,12 +167,12 @@ class TrafficSource:
         return Traffic(arrivals, notes)
 
     def check_trace(self) -> None:
-        """Raise ConfigError if any row of the trace exceeds the model's context and must be neither cut nor dropped."""
+        """With --too-long error, raise ConfigError if any row of the trace exceeds the model's context."""
         self._fitted([scaled(row, self._scale, self._scale) for row in self._trace])
 
     def rows(self, seed: int, rate: float | None = None) -> tuple[list[TraceRow | None], int, int]:
-        """Return the rows of a seed with their times, where None stands for a dropped row. Also return the number of
-        cut rows and the number of passes over the trace."""
+        """Return the rows of a seed with their times (None for a dropped row), the number of rows that were shortened,
+        and the number of passes over the trace."""
         rows, laps = self._rows(seed, rate)
         return *self._fitted([scaled(row, self._scale, self._scale) for row in rows]), laps
 
@@ -201,8 +201,8 @@ class TrafficSource:
         return list(takewhile(lambda at: at < self._options.duration, accumulate(gaps)))
 
     def _fitted(self, rows: Sequence[TraceRow]) -> tuple[list[TraceRow | None], int]:
-        """Return the rows, and the number of cut rows. A row that does not fit the context is cut, or replaced by None
-        if such rows are to be dropped."""
+        """Return the rows, and the number of rows that were shortened. A row that does not fit the context is shortened
+        with --too-long cut, and replaced by None with --too-long drop. Otherwise, it raises ConfigError."""
         limit, too_long = self._limit, self._options.too_long
         is_over = [bool(limit) and row.prompt_len + row.max_tokens > limit for row in rows]
         if any(is_over) and too_long == "error":
@@ -230,7 +230,7 @@ def _source_of(preset: str) -> str:
 def _preset_rows(name: str, count: int, random: np.random.Generator) -> list[TraceRow]:
     """Return `count` rows without times. If `name` is "mix", each row comes from one of the presets in MIX."""
     if name == "mix":
-        # Use a separate stream of random numbers, so that traffic begins with the same requests at every rate.
+        # Draw the presets from a separate stream of random numbers, so that the first requests are equal at every rate.
         parts = random.spawn(1)[0].choice(list(MIX), size=count, p=list(MIX.values()))
         return [_preset_row(PRESETS[part], [], random, index) for index, part in enumerate(parts)]
     sessions: list[TraceRow] = []
@@ -253,14 +253,14 @@ def _preset_row(preset: Preset, sessions: list[TraceRow], random: np.random.Gene
 
 
 def _lap(row: TraceRow, lap: int, at_s: float) -> TraceRow:
-    """Return the row with tokens that differ in each pass over the trace, because earlier prompts may be cached."""
+    """Return the row with other tokens in each pass (lap) over the trace, because earlier prompts may be cached."""
     pieces = tuple((key and f"lap {lap} {key}", length) for key, length in row.pieces)
     return replace(row, at_s=at_s, pieces=pieces)
 
 
 def scaled(row: TraceRow, prompt: float, answer: float) -> TraceRow:
-    """Multiply the lengths of the prompt and the answer by these factors, but keep at least 1 token of each. Shared
-    prefixes stay shared, because the end positions of all pieces are scaled alike."""
+    """Return the row with the lengths of its prompt and answer multiplied by these factors, but at least 1 token each.
+    Shared prefixes stay shared, because the end positions of all pieces are scaled alike."""
     if prompt == answer == 1:
         return row
     if row.prompt is not None:

@@ -31,7 +31,7 @@ from simulator.routed import SimulatedRequest
 
 REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the arrival times are scaled
 MOST_REQUESTS = 20_000  # number of requests that are drawn for each seed; no run has more
-LEAST_S = 1e-9  # minimum estimate of a prompt's or an answer's GPU time, because estimates are divided by it
+LEAST_S = 1e-9  # minimum estimate of the GPU time of a prompt or an answer; it prevents a division by zero
 TYPICAL_BATCH = 64  # estimates assume at most this many decodes in a step
 DEFAULT_TRAFFIC = "chat"
 PLACES = ("live", "emulated")  # values of --validate
@@ -56,15 +56,15 @@ def candidates(options: PlanOptions) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The latencies of the last half of a run's requests, in milliseconds. A failed request has infinite latencies.
+    """The latencies of the second half of a run's requests, in milliseconds. A failed request has infinite latencies.
 
-    A run is long enough that the load is steady in its last half. If the cluster is overloaded, the run is also long
+    A run is long enough that the load is steady in its second half. If the cluster is overloaded, the run is also long
     enough that requests miss the SLO.
     """
 
     ttft_ms: Latencies
     tbt_ms: Latencies  # for each request, the 99th percentile of the times between its tokens
-    own: Latencies | float = nan  # for each request, whether it met its own SLO; NaN if it has none
+    own: Latencies | float = nan  # for each request, whether it met its own SLO (1 or 0), or NaN if it has no own SLO
 
     def attainment(self, slo: LatencySlo) -> float:
         """Return the share of requests that met their own SLO or, if they have none, `slo`."""
@@ -112,14 +112,14 @@ class Simulations:
         return cluster, requests
 
     def slos(self, seed: int, count: int) -> list[LatencySlo | None]:
-        """Return the SLOs that the first `count` rows of the traffic have of their own."""
+        """Return the SLO of each of the first `count` rows of the traffic, or None if a row has no SLO of its own."""
         return [row.slo for row in self.rows(seed)[:count]]
 
     def requests(
         self, plan: ClusterPlan, rate: float, seed: int, count: int, lengths: Lengths = SAME
     ) -> list[SimulatedRequest]:
-        """Return the first `count` requests of the traffic with this seed, at `rate` requests/s. No requests have the
-        same blocks if the plan's nodes do not cache prefixes."""
+        """Return the first `count` requests of the traffic with this seed, at `rate` requests/s. If the plan's nodes do
+        not cache prefixes, no two requests share a block."""
         shares = plan.computing.enable_prefix_caching
         rows = [scaled(row, *lengths) for row in self.rows(seed)[:count]]
         hashes = self._hashes(seed, plan.block_tokens, lengths, shares)
@@ -185,7 +185,7 @@ class Simulations:
 
 
 def miss_counts(simulations: Simulations, arm: str, rate: float, count: int, slo: LatencySlo) -> dict[str, int]:
-    """Simulate `count` requests. Return how many requests of the last half miss the SLO, by main cause of the miss."""
+    """Simulate `count` requests. For each main cause, return how many requests of the second half miss the SLO."""
     plan = simulations.plan(arm)
     history = RequestHistory(now=lambda: round(1e9 * cluster.events.now), limits=UNLIMITED)
     cluster = RecordedCluster(plan, history, epoch_ns=0)
@@ -255,8 +255,8 @@ def traffic_options(options: PlanOptions) -> CompareOptions:
 
 
 def block_names(row: TraceRow, index: int, block_tokens: int, *, shares: bool = True) -> Iterator[bytes]:
-    """Yield a name for each full block of a row's prompt. Two blocks have the same name if their prompts have the same
-    tokens up to the ends of the blocks, and if `shares` is set.
+    """Yield a name for each full block of a row's prompt. If `shares` is set, two blocks have the same name if their
+    prompts have the same tokens up to the ends of these blocks. Otherwise, all names differ.
 
     Pieces with the same key have the same tokens at the same positions. `index` is the number of the row.
     """

@@ -1,7 +1,7 @@
 """Generates the files that start the recommended cluster.
 
 One file extends docker-compose.yml for Docker Compose; the other extends deploy/kubernetes/base for Kubernetes. Both
-files contain comments and then JSON, which is also YAML.
+files begin with comments, followed by JSON, which is valid YAML.
 """
 
 import json

@@ -50,7 +50,8 @@ def run_plan(options: PlanOptions) -> int:
 def add_validation(
     plan: Document, options: PlanOptions, simulations: Simulations, best: Sequence[Measured], out: Path, say: Any
 ) -> int:
-    """Measure the best candidates, add the results to the plan, and write it. Return 0, or 1 if that failed."""
+    """Measure the best candidates, add the results to the plan, and write the plan. Return 0, or 1 if a measurement
+    failed."""
     (out / "validation" / "logs").mkdir(parents=True, exist_ok=True)
     try:
         plan["validation"] = asyncio.run(validate(options, simulations, best, out / "validation", say))

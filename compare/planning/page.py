@@ -44,9 +44,9 @@ def page_of(plan: Document) -> str:
         _table(["finalist", "misses"], [[escape(one["arm"]), _causes(one)] for one in plan["finalists"]]),
         "<h2>Where the answer flips</h2>",
         *(f"<p>{escape(text)}</p>" for text in flips),
-        "<p>For each pair of limits: the arm that carries at least 3 % more requests/s in each of a few coarse runs, "
-        "and how many it carries. The arms are the best one of each mode. Orange: disaggregated, with the split; blue: "
-        "co-located; plain: neither.</p>",
+        "<p>The map compares the best arms of both modes. For each pair of limits, it shows the arm that carries at "
+        "least 3 % more requests/s in each of a few coarse runs, and its rate. Orange: disaggregated, with the split; "
+        "blue: co-located; plain: neither.</p>",
         _map(plan["winners"], ("ttft_ms", "TTFT {:.4g} ms"), ("tbt_ms", "TBT {:.3g} ms")),
         *_lengths(plan["lengths"]),
         "<h2>Capacity by the number of prefill nodes</h2><p>The best candidate of each split. The capacities of "
@@ -100,8 +100,8 @@ def _lengths(cells: Sequence[Document]) -> list[str]:
     if not cells:
         return []
     about = (
-        "The same with half and twice the lengths of prompts and answers, where the ratio of prefill to decode nodes "
-        "follows the lengths. A lead under 10 % is left out, because each rate is one run."
+        "The same map for half and twice the lengths of prompts and answers. The ratio of prefill to decode nodes is "
+        "adapted to the lengths. A lead under 10 % is not shown, because each rate was simulated only once."
     )
     rows, columns = ("prompt_tokens", "prompts of {:.0f} tokens"), ("answer_tokens", "answers of {:.0f}")
     return [f"<p>{about}</p>", _map(cells, rows, columns)]

@@ -132,7 +132,7 @@ def recommendation(found: Sequence[Measured], runs: Runs, options: PlanOptions) 
 
 def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Document]:
     """Return a cell for each pair of limits around the SLO. Its winner is "" unless one arm has at least MIN_PERCENT
-    more capacity than the others with every seed. Capacities are interpolated between the rates of `varied`."""
+    more capacity than the others for every seed. Capacities are interpolated between the rates of `varied`."""
     cells, seeds = [], sorted({seed for runs in varied.values() for _, seed in runs})
     for ttft in FACTORS:
         for tbt in FACTORS:
@@ -165,7 +165,7 @@ def _capacity(found: CapacityEstimate) -> Document:
 
 def winners_by_lengths(result: SearchResult, simulations: Simulations) -> list[Document]:
     """Return a cell for each pair of lengths: the mean lengths, the capacities by arm, and the winner. The winner
-    is the arm with at least MIN_COARSE_PERCENT more capacity than the others, or "" if there is none."""
+    is the arm with at least MIN_COARSE_PERCENT more capacity than the others, or "" if no arm leads by as much."""
     own = {one.arm: one.capacity for one in result.found if one.arm in result.varied}
     cells = []
     for lengths, capacities in sorted({**result.lengths, SAME: own}.items() if result.lengths else ()):
@@ -214,7 +214,7 @@ def flips(best: Measured, cells: Sequence[Document]) -> list[str]:
 
 # ---- the terminal --------------------------------------------------------------------------------------------------
 
-COST_BOUNDS = {"above": "<= ", "below": "> "}  # signs for a cost that follows from such a capacity
+COST_BOUNDS = {"above": "<= ", "below": "> "}  # signs of a cost, keyed by `bounded` of the capacity
 HEADINGS = ["finalist", "req/s", "95 %", "TTFT ms p50", "p99", "TBT p99 ms p50", "p99", "per 1M tokens", "main miss"]
 
 

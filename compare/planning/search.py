@@ -24,14 +24,14 @@ FINALISTS = 3
 MOST_STEPS = 12  # maximum number of changes of the rate in one round
 WIDENING = 1.1  # factor between successive rates while the search brackets a finalist's capacity
 STEP = 1.15  # factor between the rates at which all seeds are measured
-VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # multiples of the capacity; runs at these rates are judged by other SLOs
+VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # multiples of the capacity, for runs that are judged by other SLOs
 VARIED_LENGTHS = (0.5, 1.0, 2.0)  # factors of the lengths of prompts and of answers
 SPLIT = "disaggregated"
 
 
 class Round(NamedTuple):
     """One round of halving. Each candidate has one run per seed, with at least `requests` requests. The best `kept`
-    candidates stay. `factor` is the factor by which the rate is changed."""
+    candidates stay. When the rate changes, it is multiplied or divided by `factor`."""
 
     requests: int
     seconds: float  # minimum seconds of traffic
@@ -74,7 +74,7 @@ class SearchResult:
     found: Sequence[Measured]  # the finalists, best first
     causes: Mapping[str, Mapping[str, int]]  # each finalist's misses by cause, at the best one's capacity
     varied: Mapping[str, Mapping[tuple[float, int], Run]]  # runs by arm, rate and seed
-    lengths: Mapping[Lengths, Mapping[str, CapacityEstimate]]  # capacities by arm
+    lengths: Mapping[Lengths, Mapping[str, CapacityEstimate]]  # capacities by lengths and arm
 
 
 class PlanSearch:
@@ -210,7 +210,7 @@ _simulations: Simulations | None = None  # the simulations of this worker proces
 
 
 def _begin(options: PlanOptions) -> None:
-    global _simulations  # noqa: PLW0603 - a pool cannot pass this object to its functions
+    global _simulations  # noqa: PLW0603 - the functions that a pool calls cannot get this object as an argument
     _simulations = prepare(options)
 
 

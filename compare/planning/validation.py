@@ -24,7 +24,7 @@ async def validate(
     options: PlanOptions, simulations: Simulations, best: Sequence[Measured], out: Path, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Return a row for each candidate: its capacity as predicted by the plan, as measured, and as simulated with the
-    requests of the measured periods. The plan's prediction also differs because its runs have other requests."""
+    requests of the measured periods. The prediction has one more source of error: its runs had other requests."""
     rates = {one.arm: one.capacity.rate for one in best}
     compare = replace(
         traffic_options(options),
@@ -69,8 +69,8 @@ async def validate(
 
 
 def simulated(simulations: Simulations, arm: str, point: CapacityPoint, experiment: Experiment) -> CapacityPoint:
-    """Return the result of the same run in the simulator. The attainment covers the measured window, and is 0 under
-    overload."""
+    """Simulate the measured run `point`, and return the result. Its attainment covers the measured window, and is 0 if
+    the simulated cluster was overloaded."""
     count = len(experiment.traffic(point.seed, point.rate).arrivals)
     outcomes = simulations.outcomes(arm, point.rate, point.seed, count, experiment.timeout_s)
     return replace(point, attainment=steady_attainment(outcomes, experiment.slo))

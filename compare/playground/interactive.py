@@ -103,7 +103,7 @@ def devices() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PlaySettings:
-    """The settings of the router and the nodes, with the defaults of `shared.config.settings`."""
+    """The settings of the router and the nodes. Most defaults are those of `shared.config.settings`."""
 
     policy: str
     max_num_batched_tokens: int
@@ -172,8 +172,8 @@ def _pasted(text: str) -> list[Row]:
 
 
 class PlayedCluster(SimulatedCluster):
-    """A simulated cluster that keeps the data that the page shows. For each entry of a node's log, `work` has the
-    numbers of prompt tokens and decodes. `spans` has the chunks and transfers of each request."""
+    """A simulated cluster that keeps the data of the page. For each entry of a node's log, `work` has the numbers of
+    prompt tokens and decodes. `spans` has the chunks and transfers of each request."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         super().__init__(plan)
@@ -217,8 +217,8 @@ def simulate(given: object) -> Document:
 
 
 def slices(given: object) -> Iterator[Document | None]:
-    """Run a query in slices, so that a caller can do other things in between, or stop. Yield None after each slice, and
-    the result at the end."""
+    """Run a query in slices, so that a caller can do other work between two slices, or stop. Yield None after each
+    slice, and finally the result."""
     query = PlayQuery.read(given)
     device = load_emulation(query.device)
     settings = PlaySettings(query.policy, query.budget)
@@ -248,7 +248,7 @@ def slices(given: object) -> Iterator[Document | None]:
 
 
 def _node(node: RoutedNode, cluster: PlayedCluster) -> Document:
-    """Return a node's steps. A row is (start, total duration, prompt tokens, decodes, number of steps in this row)."""
+    """Return a node's steps. A row is (start, total duration, prompt tokens, decodes, number of steps in the row)."""
     times, work = node.node.times, cluster.work[node.node]
     steps = [
         (round(MS * each.begin_s, 2), round(MS * (times.end(each, each.length) - each.begin_s), 2), *own, each.length)
@@ -300,7 +300,7 @@ def interpolated(values: Sequence[float], share: float) -> float:
 
 
 def figures(rows: Sequence[Document], query: PlayQuery, plan: ClusterPlan) -> Document:
-    """Return the figures of a run without the first tenth of the requests, which arrive at an almost idle cluster."""
+    """Return the figures of a run, without the first tenth of its requests, which find the cluster almost idle."""
     counted = rows[len(rows) // 10 :]
     done = [row for row in counted if "ttft_ms" in row]
     good = [row for row in done if row["ttft_ms"] <= query.ttft_slo_ms and row["tbt_ms"] <= query.tbt_slo_ms]

@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass(frozen=True, slots=True)
 class StepCase:
-    """A step: a chunk of `count` prompt tokens from `start`, and `decodes` decodes, each over `context` tokens."""
+    """A step: a chunk of `count` prompt tokens from position `start`, and `decodes` decodes of `context` tokens."""
 
     count: int = 0
     start: int = 0
@@ -68,12 +68,13 @@ def grid(most: int, max_step_tokens: int, max_num_seqs: int, max_model_len: int,
 class StepGrid:
     """Measures the steps of the grid with one node's settings.
 
-    `measured` has the durations, in seconds, of the cases measured so far. It is saved in the file `partial`, so that
-    an interrupted profile continues where it stopped.
+    `measured` has the durations, in seconds, of the cases measured so far. They are saved in the file `partial`, so
+    that an interrupted profile continues where it stopped.
     """
 
     def __init__(self, options: BuildOptions, most: int, seconds: float, partial: Path) -> None:
-        """Build the model. Raises ValueError if it is not available, and ConfigError if it has recurrent layers."""
+        """Build the model. `most` is the maximum number of cases, and `seconds` the time for each case. Raises
+        ValueError if the model is not available, and ConfigError if it has recurrent layers."""
         self.components = build(options)
         layout = self.components.layout
         if any(group.kind == "state" for group in self.components.groups):
@@ -112,7 +113,7 @@ class StepGrid:
             say(f"{number}/{len(missing)} {case}: {1000 * min(self.measured[case]):.2f} ms, {left_s:.0f} s left")
 
     def _measure(self, case: StepCase) -> list[float]:
-        """Run a step repeatedly. Return the durations, except that of the first run. The steps read arbitrary KV."""
+        """Run a step repeatedly, on arbitrary KV. Return the durations of all runs except the first, a warm-up."""
         ranges = [(case.start, case.count)] * bool(case.count) + [(case.context - 1, 1)] * case.decodes
         slices = slices_of(ranges, self.components.layout, self.components.groups)
         found: list[float] = []
@@ -125,7 +126,7 @@ class StepGrid:
 
 
 def slices_of(ranges: Iterable[tuple[int, int]], layout: KVLayout, groups: Sequence[Group]) -> list[Slice]:
-    """For each (start, count), return a slice of a new request whose rows, in each of `groups`, hold arbitrary KV."""
+    """Return a slice of a new request for each (start, count). In each of `groups`, its rows hold arbitrary KV."""
     slices, rows = [], cycle(range(1, layout.num_blocks))
     for number, (start, count) in enumerate(ranges):
         blocks = cdiv(start + count, layout.block_tokens)

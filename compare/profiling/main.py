@@ -61,8 +61,8 @@ def run_profile(options: ProfileOptions) -> int:
 
 
 def fitted(works: Sequence[StepWork], durations: Sequence[Sequence[float]]) -> Document:
-    """Return the fields of a cost file that describe step times. `durations` are in seconds. The model is fitted to the
-    median of equal steps, because other processes delay some of them."""
+    """Return the fields of a cost file that describe step times. `durations` has the seconds of each repetition of a
+    step. The model is fitted to the median of the repetitions, because other processes delay some of them."""
     seconds = [float(np.median(own)) for own in durations]
     model = fit_cost(works, seconds)
     predicted = [model.seconds(work) for work in works]
@@ -159,7 +159,7 @@ async def from_records(endpoint: Endpoint) -> Document:
         scale = rows.max(axis=0)
         latency_ms, byte_ms = nnls(rows / scale, np.array([each["busy_ms"] for each in transfer]))[0] / scale
         link = {"latency_s": latency_ms / 1000, "bytes_per_s": min(1e12, 1000 / max(byte_ms, 1e-12))}
-        source = f"{len(transfer)} requests; the latency is of all pushes of a request"
+        source = f"{len(transfer)} requests; the latency is the sum over all pushes of a request"
         # The commit of a handoff waits for checksums and for one message, in addition to the rest of the last push.
         waits_ms = [each["exposed_ms"] - each["busy_ms"] + each["hidden_ms"] for each in transfer]
         push_s = max(0.0, float(np.median(waits_ms)) / 1000 - router_s / 4)

@@ -57,13 +57,13 @@ CONTROLLED = ("attainment", "goodput_rps", "ttft_p50_ms", "tbt_p50_ms", "tpot_p5
 TAILS = ("ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "ttst_p99_ms", "fluidity", "throughput_tps")
 COMPARED = CONTROLLED + TAILS
 WORST = 10
-STEADY_ANSWERS = 8  # a period of this many durations of an answer is long enough for a steady load
+STEADY_ANSWERS = 8  # a period that lasts this many times as long as an answer is long enough for a steady load
 ALSO_SHOWN = ("exposed_transfer_p50_ms", "hidden_transfer_p50_ms", "interference_s", "client_lag_p99_ms")
 PREDICTED = ("attainment", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tbt_p99_ms")
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
 LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --ttft-slo-ms"
-MIN_INVALID = 2  # if all invalid periods are of one arm, and are fewer than this, chance may be the cause
+MIN_INVALID = 2  # if one arm has all invalid periods, but fewer than this, chance may be the cause
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Figures:
 
     @cached_property
     def pairs(self) -> list[dict[str, Period]]:
-        """For each seed that is valid in all arms, its periods by arm. Empty if the session searches for capacities."""
+        """The periods of each seed that is valid in all arms, keyed by arm. Empty if the session finds capacities."""
         if self.experiment.finds_capacity:
             return []
         groups: dict[tuple[int, float | None], dict[str, Period]] = defaultdict(dict)
@@ -141,7 +141,7 @@ class Figures:
 
     @cached_property
     def _kept_limits(self) -> dict[str, list[NDArray[np.float64]]]:
-        """The tightest limits (TTFT, TBT) that each request meets, by arm and period."""
+        """For each arm and period, the tightest limits (TTFT, TBT) that each of its requests meets."""
         rows = {
             arm: [[self._kept_limit(outcome) for outcome in self.population(period)] for period in self.periods_of(arm)]
             for arm in self.compared
@@ -171,7 +171,7 @@ class Figures:
 
     @cached_property
     def estimates(self) -> dict[str, CapacityEstimate]:
-        """Each arm's capacity, from the verdict's seeds if the arm has a figure for each of them, else from all."""
+        """Each arm's capacity, from the seeds of the verdict if these suffice to estimate it, else from all seeds."""
         found, paired = self.findings.capacities, paired_points(self.findings.points)
         known = [arm for arm, row in self.capacities.items() if len(row) > 1 and None not in row]
         own = {arm: capacity_of(paired[arm], self.experiment.attainment) for arm in known}
@@ -241,7 +241,7 @@ def _run(period: Period, figures: Figures) -> Document:
 
 
 def _summary(figures: Figures, metrics: Sequence[str]) -> Document:
-    """Return the mean of each metric over seeds, with its interval, by arm."""
+    """Return, for each arm, the mean of each metric over the seeds, with its interval."""
     shown: Document = {arm: {} for arm in figures.arms}
     for metric in metrics:
         for arm, row in figures.runs(metric).items():
@@ -249,7 +249,7 @@ def _summary(figures: Figures, metrics: Sequence[str]) -> Document:
             most = 1.0 if metric in SHARES else math.inf
             interval = asdict(within(0.0, most, known)) if known and len(known) == len(row) else dict.fromkeys(ESTIMATE)
             shown[arm][metric] = interval | {"per_seed": list(row)}
-    for arm, found in figures.estimates.items():  # `low`, `high` may be None
+    for arm, found in figures.estimates.items():
         shown[arm][CAPACITY.name] |= {"mean": found.rate, "low": found.low, "high": found.high}
         shown[arm][CAPACITY.name] |= {"bounded": found.bounded, "cliff": found.cliff}
     return shown
@@ -291,8 +291,8 @@ def _ecdf(figures: Figures) -> Document:
 
 
 def _frontier(figures: Figures) -> Document:
-    """Return, for each arm and rate, the mean tokens/s per device and per user. Only valid periods that were not
-    overloaded count. Tokens/s per user are the inverse of the median TPOT."""
+    """Return the mean tokens/s per device and per user, for each arm and rate. Only valid periods that were not
+    overloaded count. The tokens/s per user are the inverse of the median TPOT."""
     rows: dict[str, dict[float, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     devices = {arm.name: arm.devices for arm in figures.findings.arms}
     for period in figures.findings.periods:
@@ -313,7 +313,7 @@ def _frontier(figures: Figures) -> Document:
 
 
 def _prediction(figures: Figures) -> Document:
-    """Return the measured and the simulated mean of each metric in PREDICTED, over the valid periods of each arm."""
+    """Return, for each arm, the measured and the simulated mean of each metric in PREDICTED over the valid periods."""
     rows: dict[str, list[tuple[RunMetrics, RunMetrics]]] = defaultdict(list)
     for period in figures.findings.periods:
         outcomes = figures.findings.predicted.get(period.trial.position)
@@ -364,8 +364,7 @@ def _strip(period: Period, experiment: Experiment) -> Document:
 
 
 def _worst(figures: Figures) -> list[Document]:
-    """Of the requests that have timelines, return those that exceed the SLO most, worst first. Skip overloaded
-    periods."""
+    """Return the timelines of the requests that exceed the SLO most, worst first. Skip overloaded periods."""
     rows = []
     for period in figures.findings.periods:
         measured = figures.metrics.get(period.trial.position)
@@ -415,7 +414,7 @@ def _verdict(
 
 
 def traffic_notes(experiment: Experiment) -> Document:
-    """Return notes on the traffic of all seeds together. Their `rate` is the actual rate, not the value of --rate."""
+    """Return the notes on the traffic of all seeds together. `rate` is the actual rate, not the value of --rate."""
     drawn = [experiment.traffic(seed, None) for seed in experiment.seeds]
     first, arrivals = drawn[0].notes, [arrival for each in drawn for arrival in each.arrivals]
     duration_s = sum(each.notes["duration_s"] for each in drawn)
@@ -501,8 +500,8 @@ def _too_few(figures: Figures) -> list[str]:
 
 
 def _unbounded(figures: Figures) -> list[str]:
-    """Return a problem for each arm whose capacity is known only as a bound, also if the bound is only that of the
-    seeds that all arms have, or of these seeds without one."""
+    """Return a problem for each arm whose capacity is known only as a bound. The capacity must be known from all seeds,
+    from the seeds that all arms share, and from these seeds without any single one."""
     problems = []
     paired = paired_points(figures.findings.points)
     for arm, found in figures.findings.capacities.items():
@@ -521,8 +520,8 @@ def _unbounded(figures: Figures) -> list[str]:
 
 
 def tuning_notes(experiment: Experiment, causes: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return a note for each co-located arm that might do better with smaller chunks. In such an arm, most misses are
-    tokens that waited for prompt chunks, and no other co-located arm has a smaller budget."""
+    """Return a note for each co-located arm that might do better with smaller chunks: an arm most of whose misses are
+    tokens that waited for prompt chunks, if no other co-located arm has a smaller budget."""
     default = ArmSettings.model_fields["max_num_batched_tokens"].default
     budgets = {
         arm.name: int(parse_count(arm.settings.get("max_num_batched_tokens", default)))
@@ -568,9 +567,9 @@ def caveats(figures: Figures) -> list[str]:
         had = len(complete_seeds(points))
         if len(points) >= experiment.max_trials and had < len(experiment.seeds):
             notes.append(
-                f"the search for the capacity of {arm} ended after {len(points)} periods, the most it may use, with"
-                f" only {had} of {len(experiment.seeds)} seeds measured at three rates around the capacity; more"
-                " --seeds allow more periods"
+                f"the search for the capacity of {arm} ended after {len(points)} periods, its maximum, with only {had}"
+                f" of {len(experiment.seeds)} seeds measured at three rates around the capacity; more --seeds allow"
+                " more periods"
             )
     for arm in figures.arms:
         own = [period for period in figures.findings.periods if period.trial.arm == arm]
@@ -585,8 +584,8 @@ def caveats(figures: Figures) -> list[str]:
         valid, steady = len(figures.periods_of(arm)), len(figures.steady_periods(arm))
         if steady < valid:
             notes.append(
-                f"{arm} was overloaded in {valid - steady} of {valid} periods: its latency curves and phases are"
-                f" {'of its other periods' if steady else 'left out'}"
+                f"{arm} was overloaded in {valid - steady} of {valid} periods: its latency curves and phases"
+                f" {'cover only the others' if steady else 'are left out'}"
             )
         notes += short_periods(arm, [period.recording for period in own if is_overloaded(figures, period)])
     if len(figures.invalid) == 1 and figures.invalid.total() >= MIN_INVALID:

@@ -87,7 +87,7 @@ function prediction() {
 function curves() {
   const one = ([metric, title]) => {
     const found = curvesIn(get(report.curves.ecdf, metric), "x"), caption = h("figcaption", {}, title);
-    if (!found.length) return h("figure", {}, caption, none("No valid run has such an interval."));
+    if (!found.length) return h("figure", {}, caption, none("No valid run has a value of this latency."));
     const label = `${title}: cumulative share, one line per arm; the percentiles are in the table of arms`;
     const hint = "Share of intervals up to this length. Point at the curves for figures.";
     const draw = (host, pointed) => ecdf(host, found, report.slo[metric] || null, pointed);

@@ -63,7 +63,7 @@ def thinned(report: Document) -> Document:
 
 
 def _strips(strips: dict[str, Document]) -> tuple[dict[str, Document], dict[str, float]]:
-    """Cut all strips to the time range in which decodes waited longest for steps that exceeded the SLO."""
+    """Limit all strips to the time range in which decodes waited longest for steps that exceeded the SLO."""
     rebased = {arm: _rebased(strip) for arm, strip in strips.items()}
     rows = [(strip["slo_ms"], row) for strip in rebased.values() for lane in strip["nodes"].values() for row in lane]
     whole = max((row[0] + row[1] for _, row in rows), default=0.0)
@@ -107,7 +107,7 @@ def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, fl
     """Return the time range (since, until) of the STEPS consecutive steps in which decodes waited longest. If the run
     has at most STEPS steps, return its whole range, which ends at `whole`."""
     ordered = sorted(rows, key=lambda each: float(each[1][0]))
-    late = [0.0]  # per step: total duration of the earlier steps that made decodes miss the SLO
+    late = [0.0]  # for each step, the total duration of the earlier steps that made decodes miss the SLO
     for slo_ms, row in ordered:
         late.append(late[-1] + (row[1] if row[3] and row[1] > slo_ms else 0.0))
     if len(ordered) <= STEPS:

@@ -49,8 +49,8 @@ const valueOf = (metric, value) => (SHARES.has(metric) ? percent(value) : figure
 /* Explanations of the terms that occur in labels. */
 const TERMS = [
   ["Capacity", "The highest rate at which the target share of the requests is within the SLO."],
-  ["Attainment", `The share of the requests that arrived, not of those that finished, within the SLO. A failed or late
-    request is a miss.`],
+  ["Attainment", `The share of the requests within the SLO, among all requests that arrived. A failed or late request is
+    a miss.`],
   ["Goodput", "Requests per second within the SLO."],
   ["TTFT", `Time to first token, from the scheduled start of a request to its first token at the client. It includes any
     lateness of the client.`],
@@ -58,7 +58,7 @@ const TERMS = [
   ["TTST", "Time from first to second token, which includes the KV transfer of a request that was handed off."],
   ["TPOT", "Time per output token: the mean gap of a request, which hides stalls."],
   ["E2E", "End to end: from the scheduled start of a request to its last token."],
-  ["Fluidity", "The share of tokens that arrived by their deadline: the TTFT SLO plus one TBT SLO per token."],
+  ["Fluidity", "The share of tokens that met their deadline: the TTFT SLO, plus the TBT SLO for each earlier token."],
   ["Exposed transfer", "The part of a KV transfer that delays the request."],
   ["Hidden transfer", "The part of a KV transfer that overlaps the computation of the prompt, and delays nothing."],
   ["Interference", `How much longer decodes took because a prompt chunk shared their step. Disaggregation avoids this,
@@ -114,7 +114,7 @@ function armName(name, kind = "swatch") {
 }
 const legend = (kind) => h("p", { class: "legend" }, names.map((name) => armName(name, kind)));
 
-/* Return a table that can scroll sideways. A head that starts with "#", or is {number}, marks a column of numbers. */
+/* Return a table that can scroll sideways. A column contains numbers if its head starts with "#" or is {number}. */
 function table(caption, heads, rows) {
   const columns = heads.map((head) => {
     const isNumber = typeof head === "string" ? head.startsWith("#") : true;

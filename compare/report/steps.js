@@ -16,7 +16,7 @@ function gantt(spans) {
   return canvas;
 }
 
-/* The visible part of the period. Every change calls `moved`, and then each function in `painters`. */
+/* Return the visible part of the period. Every change of it calls `moved`, and then each function in `painters`. */
 function windowOf(since, until, moved) {
   const view = { from: since, to: until, painters: [] };
   const show = (from, wanted) => {
@@ -37,7 +37,8 @@ function windowOf(since, until, moved) {
   });
 }
 
-/* One node's steps. A click selects a step. Left and right select the next step, up and down the next over the SLO. */
+/* Draw one node's steps. A click selects a step. The arrow keys select an adjacent step (left and right) or the nearest
+   step over the SLO (up and down). */
 function lane(node, steps, sloMs, view, most, onPick) {
   const label = `Steps of ${node}: ${steps.length}. Use the arrow keys to move between them.`;
   const canvas = h("canvas", { class: "lane", tabindex: "0", role: "img", "aria-label": label });

@@ -200,9 +200,9 @@ function command(title, line) {
 }
 
 const GUIDE = [
-  ["Intervals", `For each seed, every arm gets the same arrivals. Differences are calculated seed by seed. An
-    interval that contains zero, or a difference under 3 %, is too close to call. The intervals of figures end at
-    their bounds, such as 0 % and 100 % (Wilson's interval); those of other differences are Student's.`],
+  ["Intervals", `For each seed, every arm gets the same arrivals, and differences are calculated seed by seed. A
+    difference is too close to call if its interval contains zero or if it is under 3 %. The intervals of figures, and
+    of differences between shares, stay within possible values (Wilson's interval); all others are Student's.`],
   ["Invalid, overloaded", `A run whose client was late or whose node died is invalid and left out. A run whose queue
     kept growing is overloaded and has no latencies, because they would depend on its duration.`],
   ["Other files", "report.json has every figure, requests.jsonl every request; a trace.json opens in Perfetto."],

@@ -165,9 +165,9 @@ class Deployments:
 
 
 def fit_together(arms: Sequence[Arm], model: str) -> bool:
-    """Return whether the processes of all arms may stay up at once, which requires enough memory.
+    """Return whether the processes of all arms can run at the same time, because there is enough memory for all.
 
-    Arms on GPUs may not stay up together, because they all use the same devices.
+    Arms on GPUs cannot, because they all use the same devices.
     """
     needs_gpu = any(arm.settings.get("device", "auto").startswith("cuda") for arm in arms)
     if needs_gpu or (Path("/dev/nvidia0").exists() and any("device" not in arm.settings for arm in arms)):
@@ -187,7 +187,7 @@ def num_gpus() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without variables of settings, so that settings without a flag have their defaults."""
+    """Return the environment without variables that set settings, so that settings without a flag have defaults."""
     others = VLLM_VARIABLES.values()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in others}
     return kept | {"PYTHONPATH": python_path(os.environ)}

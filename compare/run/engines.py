@@ -60,7 +60,7 @@ def check_moved(
     totals = {name: sum(each[name] for each in grown) for name in names}
     problems = [f"{totals[name]:g} {text}" for name, text in FAILURES.items() if totals[name]]
     decode = grown[num_prefill:]
-    # Leave out the token that each server computed for the second `read`.
+    # Subtract the token that each server computed for the request of the second `EngineMeter.read`.
     computed = sum(each[COMPUTED] for each in decode) - len(decode)
     if splits and not totals[BYTES]:
         problems.append(f"no KV moved: the decode servers computed {computed:g} tokens of prompts themselves")

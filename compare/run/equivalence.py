@@ -92,9 +92,9 @@ def fits(prompt: Sequence[int], max_model_len: int) -> bool:
 
 
 def different_answers(answers: Mapping[str, Sequence[Sequence[int]]]) -> list[str]:
-    """Return a line for each answer that differs from the first arm's. `answers` has each arm's answers, by arm.
+    """Return a line for each answer that differs from the answer of the first arm. `answers` is keyed by arm.
 
-    The shortest prompt is first, and an arm with a shorter context has fewer answers.
+    The prompts are in ascending order of length, so an arm with a shorter context lacks only the last answers.
     """
     first = next(iter(answers))
     return [
@@ -140,7 +140,7 @@ def work_differences(groups: Sequence[Mapping[str, LoadRecording]]) -> tuple[str
 def _by_request(
     recordings: Mapping[str, LoadRecording], counts: Callable[[Outcome], bool]
 ) -> dict[int, dict[str, Outcome]]:
-    """Return the outcomes for which `counts` is true, by request and arm. Omit requests with only one such outcome."""
+    """Return the outcomes for which `counts` is true, keyed by request and arm. Omit requests with a single outcome."""
     rows: dict[int, dict[str, Outcome]] = {}
     for arm, recording in recordings.items():
         for outcome in recording.outcomes:

@@ -30,12 +30,12 @@ from compare.stats.measures import misses, slo_excess, steady_attainment
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
-TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # timelines per period that the report can show, and per other period
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # timelines to fetch: in a period that the report may show, and in any other one
 ATTEMPTS = 3
 MIN_PAIRED_SHARE = 0.75  # a verdict requires that at least this share of the seeds has valid periods in every arm
-SEEDS_PER_SPARE = 3  # one spare seed per this many seeds; it replaces a seed that has an invalid period
+SEEDS_PER_SPARE = 3  # there is one spare seed for this many seeds; it replaces a seed that has an invalid period
 COOL_DOWN_S = 60.0
-SLACK_MS = 1000.0  # steps that began up to this long before the run are fetched as well
+SLACK_MS = 1000.0  # steps are fetched from this long before the start of the run
 COUNTED = ("handoffs", "blocks_moved", "bytes_moved", "handoffs_failed", "preemptions", "records_dropped")
 SHOWN_FACTS = ("num_blocks", "block_tokens", "block_bytes", "cpus", "threads", "policy")
 START_S = 6.0  # estimated time to start one process of an arm on a busy machine
@@ -113,8 +113,8 @@ class Experiment:
 
     @property
     def max_trials(self) -> int:
-        """The maximum number of trials of one arm. A search uses up to 12 trials to bracket the rate, and then three
-        trials per seed."""
+        """The maximum number of trials of one arm. A search may use 12 trials to bracket the rate, and three trials per
+        seed after that."""
         return 12 + 3 * len(self.seeds) if self.finds_capacity else len(self.seeds)
 
     @property
@@ -155,8 +155,7 @@ class Findings:
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    # By arm. Arms whose search is not complete are missing.
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # keyed by arm; only of complete searches
     predicted: dict[int, list[Outcome]] = field(default_factory=dict)  # simulated outcomes, by the trial's position
 
 
@@ -234,7 +233,7 @@ class Session:
         self._findings = findings
         self._started_ns = time.time_ns()
         self._began = time.monotonic()  # start of the first trial
-        # The report shows the first seed that is valid in every arm: until then, keep traces and more timelines.
+        # The report shows the first seed that is valid in every arm. Until it is found, keep traces and more timelines.
         self._is_drawn = False
         self._one_at_a_time = asyncio.Lock()  # a fair lock, so that the searches alternate
 
@@ -249,7 +248,7 @@ class Session:
             await self._run_seeds()
 
     async def _preflight(self) -> None:
-        """Compare the arms' facts, such as the model, and their greedy answers. Answering also warms the arms up."""
+        """Compare the arms' facts, such as the model, and their greedy answers, which also warm the arms up."""
         experiment, findings = self._experiment, self._findings
         facts: dict[str, dict[str, str]] = {}
         answers = {}
@@ -428,8 +427,8 @@ class Session:
     def _salt(self, trial: Trial) -> str:
         """Return a salt that no earlier trial of the same stack used, so that no prefix cache has the trial's prompts.
 
-        All arms get the same salt, because it decides the words of prompts that are sent as text. Only arms that share
-        a stack or servers get different salts: the control of a running stack, and arms over vLLM servers.
+        In general, all arms get the same salt, because it decides the words of prompts that are sent as text. Arms that
+        share a stack or servers get different salts: the control of a running stack, and arms over vLLM servers.
         """
         control = self._experiment.control
         is_shared = self._experiment.engines or (control and control.url and control.name == trial.arm)
@@ -456,7 +455,7 @@ def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
         count, different = equivalence.different_tokens(recordings)
         findings.compared += count
         findings.different += [{"seed": seed, **row} for row in different]
-    names = {arm.name for arm in experiment.arms}  # not the control, because its prompts may have other words
+    names = {arm.name for arm in experiment.arms}  # without the control, whose prompts may consist of other words
     same = [{name: own for name, own in group.items() if name in names} for group in groups.values()]
     problem, note = equivalence.work_differences(same)
     findings.problems += [problem] if problem else []

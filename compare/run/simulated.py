@@ -69,8 +69,8 @@ class SimulatedEndpoint(Endpoint):
     """A simulated cluster in place of a running stack. `serve` runs one trial; the other methods read its records."""
 
     def __init__(self, name: str, plan: ClusterPlan, numbers: Iterator[int], *, records: bool) -> None:
-        """`numbers` yields a number for each request of the session. Without `records`, a trial is faster, and no
-        request has a record."""
+        """`numbers` yields a unique number for each request of the session. Without `records`, a trial is faster, but
+        its requests have no records."""
         super().__init__(name)
         self.url, self.model, self.max_model_len, self.is_baton = name, plan.device.name, 0, True
         self._epoch_ns, self._numbers, self._records = time.time_ns(), numbers, records
@@ -130,7 +130,7 @@ class SimulatedEndpoint(Endpoint):
 
 
 async def predict(experiment: Experiment, device: Emulation, trials: Iterable[Trial]) -> dict[int, list[Outcome]]:
-    """Simulate the trials, which have also been measured. Return the outcomes by the position of the trial."""
+    """Simulate trials that have been measured. Return the outcomes, keyed by the position of the trial."""
     deployments, found = SimulatedDeployments(experiment.all_arms, device, records=False), {}
     for trial in trials:
         recording, traffic = LoadRecording(), experiment.traffic(trial.seed, trial.rate)

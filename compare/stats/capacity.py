@@ -15,7 +15,7 @@ CLOSE_RATES = 1.1  # largest ratio between two rates that count as adjacent
 CLIFF_DROP = 0.25  # smallest drop of attainment between adjacent rates that counts as a cliff
 PRECISION = 0.03  # the search ends when half of the interval's width is at most this share of the capacity
 MAX_SEEDS = 20
-BRACKET_RATIO = 1.15  # bisection ends when the two rates are at most this ratio apart
+BRACKET_RATIO = 1.15  # bisection ends when the ratio of its two rates is at most this
 STEP = 1.08  # every seed is measured at the estimate, at estimate / STEP and at estimate * STEP
 WIDEST = 2.0**12  # the search covers rates from the first rate / WIDEST to the first rate * WIDEST
 
@@ -103,13 +103,13 @@ def balanced(points: Sequence[CapacityPoint]) -> list[CapacityPoint]:
 
 
 def complete_seeds(points: Sequence[CapacityPoint]) -> set[int]:
-    """Return the seeds that were measured at three or more rates, without the rates that only one seed has."""
+    """Return the seeds that have `balanced` points at three or more rates."""
     counts = Counter(seed for seed, _ in {(point.seed, point.rate) for point in balanced(points)})
     return {seed for seed, count in counts.items() if count >= 3}
 
 
 def paired_points(points_by_arm: Mapping[str, Sequence[CapacityPoint]]) -> dict[str, list[CapacityPoint]]:
-    """Return each arm's points of the seeds that are complete in every arm."""
+    """Return each arm's `balanced` points, restricted to the seeds that are complete in every arm."""
     rows = points_by_arm.values()
     shared = set.intersection(*map(complete_seeds, rows)) if rows else set()
     return {arm: [one for one in balanced(points) if one.seed in shared] for arm, points in points_by_arm.items()}
@@ -118,8 +118,8 @@ def paired_points(points_by_arm: Mapping[str, Sequence[CapacityPoint]]) -> dict[
 def paired_capacities(
     points_by_arm: Mapping[str, Sequence[CapacityPoint]], alpha: float
 ) -> dict[str, list[float | None]]:
-    """Return the `influences` of each arm's `paired_points`, one per seed. They are None if one of the arm's fits does
-    not cross alpha."""
+    """Return the `influences` of each arm's `paired_points`, one per seed. All values of an arm are None if one of its
+    fits does not cross alpha."""
     return {arm: list(influences(row, alpha).values()) for arm, row in paired_points(points_by_arm).items()}
 
 
@@ -154,7 +154,7 @@ class CapacitySearch:
     ) -> None:
         """`widening` is the factor between successive rates while the search brackets the capacity. `step` is the
         factor between the rates at which all seeds are then measured. If figures differ much between seeds, use a
-        larger `step`. The search ends if the capacity is below `lowest`, which is a rate."""
+        larger `step`. `lowest` is a rate; the search ends if the capacity is lower."""
         self.points: list[CapacityPoint] = []
         self._measure = measure
         self._alpha = alpha
@@ -181,8 +181,8 @@ class CapacitySearch:
         return await self._replicate([middle / self._step, middle, middle * self._step])
 
     async def _replicate(self, rates: list[float]) -> CapacityEstimate:
-        """Measure every seed at all rates. While the fit does not cross alpha between the rates, add a rate above or
-        below them."""
+        """Measure every seed at all rates. While the fit does not cross alpha within the range of the rates, extend the
+        range by one rate."""
         missing = [(rate, 0) for rate in rates]
         for seed in range(1, self._max_seeds + 1):
             while missing:

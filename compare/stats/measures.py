@@ -118,8 +118,8 @@ def tbt_figure(gaps: Sequence[float], tbt_of: str) -> float:
 
 
 def slo_excess(outcome: Outcome, slo: LatencySlo) -> float:
-    """Return the larger of two ratios: TTFT to its limit, and the longest gap to its limit. Return infinity for a
-    failed request."""
+    """Return the larger of two ratios: the TTFT to its limit, and the longest gap between tokens to the TBT limit.
+    Return infinity for a failed request."""
     slo = outcome.slo or slo
     if not outcome.finished:
         return math.inf
@@ -170,7 +170,7 @@ def mser(series: Series) -> int:
     """Return how many of the first values are warm-up, by MSER-5 (White, Cobb and Spratt, 2000).
 
     The rule minimizes the sum of squared deviations of the remaining batches, divided by the square of their number.
-    At most half of the values are cut, because the rule is known to fail beyond that.
+    At most half of the values count as warm-up, because the rule is known to fail beyond that.
     """
     num_batches = len(series) // BATCH
     if num_batches < 2:
@@ -184,8 +184,8 @@ def mser(series: Series) -> int:
 
 
 def is_growing(series: Series) -> bool:
-    """Return whether the number of outstanding requests grows. The slope over batch means must be significant, by a
-    one-sided t-test. The growth must exceed a quarter of the mean and two standard deviations."""
+    """Return whether the number of outstanding requests grows: the slope over batch means is significant by a one-sided
+    t-test, and the growth exceeds both a quarter of the mean and two standard deviations."""
     size = len(series) // TREND_BATCHES
     if size == 0:
         return False
@@ -279,7 +279,7 @@ def percentile(values: Sequence[float], share: float, scale: float = 1000) -> fl
 
 
 def ecdf(values: Sequence[float], points: int = 200) -> dict[str, list[float]]:
-    """Return points of the empirical distribution; `y` is the share of values that are at most `x`.
+    """Return points of the empirical distribution. Each `y` is the share of the values that are at most `x`.
 
     Points are spaced evenly, with additional points among the largest values. `y` ends below 1 if a value is infinite.
     """
@@ -310,10 +310,11 @@ def from_summaries(population: Sequence[Outcome], summaries: Summaries) -> dict[
 
 
 def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
-    """Return the milliseconds that the request spent in each of PHASES and in "residual".
+    """Return the milliseconds that the request spent in each of PHASES, and its "residual".
 
     The residual is time that neither client nor router recorded, such as network time. The values sum to the time from
-    the scheduled start to the last token; no clocks are compared. Return None if the request failed or has no phases.
+    the scheduled start to the last token, so the clocks of client and router are never compared. Return None if the
+    request failed or has no phases.
     """
     if not outcome.finished or outcome.sent_s is None or not outcome.token_s or not summary.get("phases_ms"):
         return None
@@ -347,7 +348,7 @@ def _phase_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def miss_causes(population: Sequence[Outcome], summaries: Summaries, slo: LatencySlo) -> dict[str, int]:
-    """Return how many requests missed the SLO for each main cause, most frequent cause first."""
+    """Return the number of requests that missed the SLO, keyed by main cause, most frequent cause first."""
     causes = (miss_cause(outcome, summaries.get(outcome.id, {}), slo) for outcome in population)
     return dict(Counter(filter(None, causes)).most_common())
 
@@ -355,8 +356,8 @@ def miss_causes(population: Sequence[Outcome], summaries: Summaries, slo: Latenc
 def miss_cause(outcome: Outcome, summary: Summary, slo: LatencySlo) -> str | None:
     """Return the main cause of a miss, such as "TTFT: prefill queue", or None if the request met the SLO.
 
-    If both limits are missed, return a cause for TTFT, because an early delay often causes later ones. Without phases,
-    the cause is "unknown".
+    If both limits are missed, return a cause for TTFT, because an early delay often causes later ones. If the request
+    has no phases, the cause is "unknown".
     """
     missed = misses(outcome, slo)
     if not missed:

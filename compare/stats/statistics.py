@@ -14,7 +14,7 @@ SHARES = frozenset({"attainment", "fluidity"})
 CONFIDENCE = 0.95
 MIN_PERCENT = 3.0  # smaller differences, in percent, are too close to call even if they are significant
 ROUNDING = 1e-9  # relative deviation up to which differences count as equal
-ASSUMED_SPREAD = 0.1  # standard deviation of equal differences of shares, for the t-test
+ASSUMED_SPREAD = 0.1  # standard deviation that the t-test assumes if all differences of shares are equal
 TOO_CLOSE = "too close to call"
 
 Runs = Mapping[str, Sequence[float | None]]  # figures by arm, with the seeds in the same order for all arms
@@ -61,7 +61,7 @@ def student(values: Sequence[float]) -> Interval:
 
 
 def within(low: float, high: float, values: Sequence[float]) -> Interval:
-    """Return the mean of values between `low` and `high`, and a confidence interval that stays within these bounds.
+    """Return the mean of values that are bounded by `low` and `high`, and a confidence interval within these bounds.
 
     The interval is Wilson's score interval with two changes for clustered samples (Franco et al. 2019, PMC6690503): it
     uses Student's t, and it derives an effective sample size from the spread of the seeds. If `high` is infinite, the
@@ -105,7 +105,7 @@ def compare(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values adjusted for multiple comparisons (Holm, 1979), in the given order."""
+    """Return the p-values, adjusted for multiple comparisons (Holm, 1979), in the order of `p_values`."""
     adjusted = [0.0] * len(p_values)
     reached = 0.0
     for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -120,8 +120,8 @@ def compare_arms(metric: str, runs: Runs, against: str) -> list[Comparison]:
 
 
 def compare_with_best(metric: str, runs: Runs, best: str) -> list[Comparison]:
-    """Compare every other arm with `best`, which was chosen for its figures. Correct p-values for all pairs of arms,
-    because any arm could have been the best."""
+    """Compare every other arm with `best`, which was chosen after the runs, by its figures. Correct p-values for all
+    pairs of arms, because any arm could have been the best."""
     pairs = list(combinations(runs, 2))
     p_values = holm([compare(metric, (one, runs[one]), (other, runs[other])).p for one, other in pairs])
     p_of = dict(zip(map(frozenset, pairs), p_values, strict=True))
@@ -153,9 +153,9 @@ def _says(found: Comparison) -> str:
 def _p_value(differences: Sequence[float], are_shares: bool) -> float:
     """Return the p-value of Student's t-test. If all differences are equal, they have no spread, so use the sign test.
 
-    Equal differences are common if shares are computed from few requests. The sign test needs six pairs, even if all
-    requests of one arm and none of the other meet the SLO. For shares, a t-test with an assumed spread is an
-    alternative: the smaller p-value counts.
+    Equal differences are common if shares are computed from few requests. The sign test is significant only with six
+    pairs or more, even if all requests of one arm and none of the other meet the SLO. For shares, therefore, a t-test
+    with an assumed spread is also computed, and the smaller p-value counts.
     """
     mean, count = fmean(differences), len(differences)
     if float(np.ptp(differences)) > ROUNDING * abs(mean):

@@ -22,7 +22,7 @@ from compare.stats.statistics import (
 
 CEILING = 0.99  # arms with a higher attainment cannot be distinguished
 STEPS_AROUND = 6  # number of SLOs to try in each direction, in steps of sqrt(2): from 1/8 to 8 times the given SLO
-MIN_STEPS = 2  # a win counts if the arm wins at this many consecutive SLOs
+MIN_STEPS = 2  # an arm wins at other SLOs if it wins at this many consecutive ones or more
 LATENCIES = {
     "ttft_p50_ms": "TTFT p50",
     "ttft_p99_ms": "TTFT p99",
@@ -122,7 +122,7 @@ def sentence(ranking: Ranking, arms: Sequence[Arm]) -> str:
 
 
 def figures_of(ranking: Ranking) -> str:
-    """Return the figure of every arm, best first, with the lead of the best arm over each of the others."""
+    """Return a text with the figure of every arm, best first, and the lead of the best arm over each other arm."""
     form, best = ranking.leading, ranking.best
     others = [f"{other.arm} {form.value(ranking.runs[other.arm])} ({form.gap(other)})" for other in ranking.others]
     return f"{best} {form.value(ranking.runs[best])}; {', '.join(others)}; {len(ranking.runs[best])} paired runs"
@@ -177,7 +177,7 @@ def _format_ms(value_ms: float) -> str:
 
 
 def latency_differences(ranking: Ranking, figures: Mapping[str, Runs]) -> str | None:
-    """Return a text that says which latencies differ clearly, or None unless the leading metric is too close to call.
+    """If the leading metric is too close to call, return a text that says which latencies differ clearly, else None.
 
     `figures` has the runs of each metric of LATENCIES. P-values are corrected for all metrics and pairs.
     """

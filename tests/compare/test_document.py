@@ -300,7 +300,7 @@ def test_latencies_of_overloaded_periods_are_left_out():
     assert report["phases"]["disaggregated:1p1d"]["requests"]["arrived"] == 3 * (NUM - 1)
     assert not any(each["id"].startswith(f"disaggregated:1p1d.{delayed.trial.position}.") for each in report["worst"])
     assert report["notes"] == [
-        "disaggregated:1p1d was overloaded in 1 of 4 periods: its latency curves and phases are of its other periods",
+        "disaggregated:1p1d was overloaded in 1 of 4 periods: its latency curves and phases cover only the others",
         BEHIND_CHUNKS,
     ]
 

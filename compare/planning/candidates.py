@@ -267,9 +267,8 @@ def block_names(row: TraceRow, index: int, block_tokens: int, *, shares: bool = 
     if not shares or not any(key for key, _ in row.pieces):
         yield from (b"%d %d" % (index, number) for number in range(num_blocks))
         return
-    name, position, place, offset = b"", 0, 0, 0  # `offset` is a position in `row.pieces[place]`
+    name, place, offset = b"", 0, 0  # `offset` is a position in `row.pieces[place]`
     for _ in range(num_blocks):
-        position += block_tokens
         parts, left = [], block_tokens
         while left:
             key, length = row.pieces[place]

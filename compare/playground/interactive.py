@@ -158,9 +158,9 @@ def _drawn(query: PlayQuery) -> list[Row]:
 def _pasted(text: str) -> list[Row]:
     """Return the rows of a trace, which begins with its first row."""
     with tempfile.NamedTemporaryFile("w", suffix=".trace", encoding="utf-8") as file:
-        file.write(text.strip() + "\n")
-        file.flush()
         try:
+            file.write(text.strip() + "\n")
+            file.flush()
             rows = read_trace(Path(file.name))
             if any(row.slo for row in rows):
                 raise ConfigError(": a row has an slo, but the page has the same limits for all; leave it out")
@@ -168,7 +168,7 @@ def _pasted(text: str) -> list[Row]:
         except ConfigError as error:
             raise ConfigError("trace" + str(error).removeprefix(file.name)) from None
         except UnicodeError:
-            raise ConfigError("trace: is not a text") from None
+            raise ConfigError("trace: must be valid Unicode text") from None
 
 
 class PlayedCluster(SimulatedCluster):

@@ -185,7 +185,7 @@ class PlayedCluster(SimulatedCluster):
         steps = node.log[-1]
         end_ms = MS * node.times.end(steps, 1)
         for slice_ in step.slices:
-            if slice_.count > 1 or slice_.start < slice_.request.num_prompt - 1:
+            if slice_.count > 1 or slice_.start < slice_.request.num_prompt:
                 self._span(slice_.request, "chunk", node.name, MS * steps.begin_s, end_ms, slice_.count)
         super().on_scheduled(node, step)
 

@@ -54,7 +54,7 @@ def test_rows_have_the_times_of_the_simulated_clients(nodes: dict[str, int]) -> 
         kinds = [span["kind"] for span in row["spans"]]
         assert "chunk" in kinds
         assert ("transfer" in kinds) == ("prefill" in nodes)
-        assert sum(span["tokens"] for span in row["spans"] if span["kind"] == "chunk") >= row["prompt"] - 1
+        assert sum(span["tokens"] for span in row["spans"] if span["kind"] == "chunk") >= row["prompt"]
         gaps = [1000 * (after - before) for before, after in pairwise(outcome.token_s)]
         waits = [span for span in row["spans"] if span["kind"] == "wait"]
         assert sum(span["tokens"] for span in waits) == sum(gap > LIMIT_MS for gap in gaps)
@@ -119,6 +119,12 @@ def test_a_pasted_trace_replaces_the_traffic() -> None:
     rows = [{"t": n / 4, "prompt_len": 100 + n, "max_tokens": 5 + n} for n in range(20)]
     found = simulate({"trace": "\n".join(map(json.dumps, rows)), "requests": 15})
     assert [(row["prompt"], row["answer"]) for row in found["requests"]] == [(100 + n, 5 + n) for n in range(15)]
+
+
+def test_a_prompt_of_one_token_waits_only_until_its_step_begins() -> None:
+    (row,) = simulate({"trace": json.dumps({"t": 0, "prompt_len": 1, "max_tokens": 4})})["requests"]
+    assert row["spans"][0]["kind"] == "chunk"
+    assert row["begun_ms"] == row["spans"][0]["start_ms"] < row["ttft_ms"]
 
 
 def test_a_pasted_trace_begins_with_its_first_row() -> None:

@@ -94,11 +94,16 @@ def document(
     return {"requests": requests, "columns": STEP, "steps": rows}
 
 
-def main() -> None:
+def names_of(arguments: Sequence[str] | None = None) -> list[str]:
+    """Return the names of the runs to record: those in the arguments, or all if there are no arguments."""
     options = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    options.add_argument("names", nargs="*", default=list(RUNS), choices=[*RUNS, []])
+    options.add_argument("names", nargs="*", choices=[*RUNS, []])  # argparse also checks an empty list
+    return options.parse_args(arguments).names or list(RUNS)
+
+
+def main() -> None:
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    for name in options.parse_args().names or RUNS:
+    for name in names_of():
         found = asyncio.run(record(name))
         path = DIRECTORY / f"{name}.json.gz"
         path.write_bytes(gzip.compress(json.dumps(found, separators=(",", ":")).encode(), mtime=0))

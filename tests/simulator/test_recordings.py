@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.recording import RUNS, names_of
 from tests.simulator.replay import Recording, Replay
 
 
@@ -27,3 +28,8 @@ def test_the_recordings_have_prefix_hits_mixed_steps_and_preemptions() -> None:
     num_chunks = sum(count > 1 for step in scarce.steps for *_, count in step.members)
     assert num_chunks > len(list(scarce.requests())), "preempted requests are computed twice"
     assert min(step.blocks[0] + step.blocks[1] for step in scarce.steps) < 5
+
+
+def test_all_runs_are_recorded_by_default() -> None:
+    assert names_of([]) == list(RUNS)
+    assert names_of(["scarce_blocks"]) == ["scarce_blocks"]

@@ -131,9 +131,8 @@ async def from_cluster(options: ProfileOptions) -> Document:
     try:
         await endpoint.connect()
         if not endpoint.is_baton:
-            raise ConfigError(
-                f"--from {options.from_url}: is not a router, or needs an admin key, or has an --admin-port"
-            )
+            reasons = "it is not a Baton router, it needs an admin's --api-key, or it has an --admin-port"
+            raise ConfigError(f"--from {options.from_url}: cannot read its records: {reasons}")
         return await from_records(endpoint)
     finally:
         await endpoint.close()
@@ -146,7 +145,8 @@ async def from_records(endpoint: Endpoint) -> Document:
     requests = [each for each in await endpoint.requests() if each["phases_ms"]]
     steps = [step for step in steps if step["duration_ms"] > 0 and not step["draft_tokens"]]
     if len(steps) < FIRST_FIT or not requests:
-        raise ConfigError(f"--from {endpoint.url}: has {len(steps)} steps, which are too few; send it traffic first")
+        found = f"has records of {len(steps)} steps and {len(requests)} requests"
+        raise ConfigError(f"--from {endpoint.url}: {found}, which are too few; send it traffic first")
     node, names = nodes[0], ("num_prefills", "prefill_tokens", "prefill_pairs", "num_decodes", "decode_context")
     works = [StepWork(*(step[name] for name in names)) for step in steps]
     slices = [(1.0, work.num_prefills + work.num_decodes) for work in works]

@@ -157,5 +157,5 @@ async def test_the_wait_for_a_commit_is_fitted(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_a_cluster_without_records_is_refused() -> None:
     plan = cluster_plan(parse_arm("colocated:1"), load_emulation("h200-llama-3.1-8b"))
-    with pytest.raises(ValueError, match="has 0 steps, which are too few; send it traffic first"):
+    with pytest.raises(ValueError, match="has records of 0 steps and 0 requests, which are too few; send it traffic"):
         await from_records(SimulatedEndpoint("idle", plan, itertools.count(), records=True))

@@ -8,20 +8,20 @@ from collections.abc import Callable
 
 BENCHMARKS = {
     "cpu": "Baton on a CPU, compared with llama.cpp, vLLM and transformers",
-    "four_bit": "4-bit codes on a CPU, compared with bfloat16 weights",
+    "four_bit": "4-bit weights on a CPU, compared with bfloat16 weights",
     "speculation": "speculative decoding by prompt lookup, on text that repeats its prompt and on text that does not",
     "grammar": "the cost of grammars, in tokens per second of a batch",
     "layers": "recurrences and experts on a CPU",
     "handoff": "the time that a handoff adds to the time to first token",
     "footprint": "start-up time to the first token, and memory of the router and a node",
     "router": "streamed tokens per second, latency and memory of the router",
-    "router_workers": "the CPU time per streamed token of one and of two workers of a router",
+    "router_workers": "the CPU time per streamed token in routers with one worker and with two workers",
     "fleet": "the router's CPU time, loop turns and join time with up to 1,000 emulated nodes",
     "policies": "batching policies on a virtual clock; writes docs/policies.md",
     "recording": "live runs that tests replay in the simulator",
     "step_times": "the demo model's steps, measured in CPU time, for a test of the cost model",
     "simulator": "requests that the simulator serves in a CPU second",
-    "agreement": "verdicts of simulated and of measured comparisons",
+    "agreement": "how often simulated and measured comparisons reach the same verdict",
     "live_simulation": "live runs of the demo model, and simulations of the same traffic",
     "validation": "the simulator, compared with published measurements",
     "gpu_first_run": "experimental: checks, kernels, a whole model and handoffs on a GPU",
@@ -75,7 +75,7 @@ def load(name: str) -> Callable[[], None]:  # noqa: C901, PLR0912 - one case for
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
-        print(__doc__, *(f"  {name:{14}}  {what}" for name, what in BENCHMARKS.items()), sep="\n")
+        print(__doc__, *(f"  {name:{15}}  {what}" for name, what in BENCHMARKS.items()), sep="\n")
         sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
     name = sys.argv.pop(1)
     sys.argv[0] = f"python -m benchmarks {name}"

@@ -38,8 +38,8 @@ from benchmarks.result import (
 
 CONTEXT = 512
 STEPS = {1: 32, 8: 16, 32: 10}
-OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # Baton's default, and vLLM's minimum, of which only the used part is resident
-WORK_KV_GIB = 0.4  # enough for 32 contexts and their steps; both models need the same KV per token
+OUR_KV_GIB, VLLM_KV_GIB = 0.5, 1  # Baton's default; vLLM's minimum, of which only the used part becomes resident
+WORK_KV_GIB = 0.4  # enough for 32 contexts and their steps with the models 110m and 0.5b; 1b-moe needs more
 FP32, BITS16, INT8 = "Baton fp32", "Baton 16-bit weights", "Baton int8"
 LLAMA_F32, VLLM_FP32, TRANSFORMERS = "llama.cpp F32", "vLLM fp32", "transformers fp32"
 # With 16-bit weights, Baton's KV is float16, as llama.cpp's KV is.
@@ -47,12 +47,12 @@ OUR_OPTIONS: dict[str, dict[str, str]] = {
     FP32: {}, BITS16: {"weight_dtype": "bfloat16", "kv_cache_dtype": "float16"}, INT8: {"quantization": "int8"}
 }  # fmt: skip
 FLASH = " flash"  # llama.cpp is measured with and without flash attention; the table has the faster result
-Runs = dict[str, dict[str, list[float]]]  # the values by measurement, then by arm
+Runs = dict[str, dict[str, list[float]]]  # the values of each repeat, keyed by measurement, then by arm
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """A table row, measured by the workers' method `call`. `goal`: the least ratio of our speed to the best peer's."""
+    """A table row, measured by the workers' method `call`. `goal`: minimum ratio of our speed to the best peer's."""
 
     label: str
     call: str
@@ -105,8 +105,8 @@ class CpuOptions:
 
 @dataclass(slots=True)
 class WorkerPool:
-    """The workers by arm. Each worker starts when it is first needed, and is paused between calls. `failed` has the
-    error of each worker that did not start."""
+    """The workers, keyed by arm. Each worker starts when it is first needed, and is paused between calls. `failed` has
+    the errors of workers that did not start."""
 
     options: CpuOptions
     workers: dict[str, PeerProcess] = field(default_factory=dict)

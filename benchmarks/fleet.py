@@ -43,8 +43,8 @@ class EndlessSteps(StepRecorder):
 
 
 class IdleFleet:
-    """Prefill nodes that get no requests from this router. All share one port, because the router does not need to
-    distinguish them by port."""
+    """Prefill nodes that get no requests from this router. All nodes share a port, because the router identifies nodes
+    by their ids."""
 
     def __init__(self, num_nodes: int) -> None:
         self.num_attached = 0
@@ -103,7 +103,7 @@ async def longest_turn_s(router: RouterProcess, seconds: float) -> float:
 async def started(
     busy: PacedFleet, num_nodes: int, cpu: int, flags: list[str]
 ) -> AsyncIterator[tuple[RouterProcess, dict[str, float]]]:
-    """Start a router on `cpu`. When `num_nodes` nodes are attached, yield the router and the costs of joining."""
+    """Start a router on `cpu`. When `num_nodes` nodes are attached, yield the router and the figures of joining."""
     idle = IdleFleet(num_nodes - len(busy.nodes))
     with running_router("benchmarks.probed_router", cpu, ["--disaggregate", "never", *flags]) as router:
         announcers: list[Announcer] = []

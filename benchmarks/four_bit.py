@@ -1,9 +1,9 @@
-"""Compare 4-bit codes with bfloat16 weights on a CPU: decoding and prefilling with one model shape and random weights.
+"""Compare 4-bit with bfloat16 weights on a CPU: decoding and prefilling with one model shape and random weights.
 
     python -m benchmarks four_bit
 
-Two checkpoints are written to the benchmarks' cache once: one in bfloat16, and one in AWQ with groups of 128, whose
-embedding and output head are bfloat16. Each runs in its own process. While one process runs, the other is stopped.
+The first run writes two checkpoints to the benchmarks' cache: one in bfloat16, and one in AWQ with groups of 128, whose
+embedding and output head are bfloat16. Each model runs in its own process. While one runs, the other is stopped.
 """
 
 import json

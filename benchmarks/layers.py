@@ -1,5 +1,5 @@
-"""Measure two parts of a forward pass on a CPU: what share of a step recurrences take, and how much longer experts take
-than a loop that only reads their weights.
+"""Measure two parts of a forward pass on a CPU: the share of a step that recurrences take, and the time of experts,
+compared with a loop that only reads their weights.
 
     python -m benchmarks layers
 
@@ -40,7 +40,7 @@ from shared.rpc.messages import SamplingParams
 
 CPU = torch.device("cpu")
 TOKENS, BLOCK_TOKENS, BATCH, MOE_LAYERS = 512, 16, 8, 6
-SHARE, TIMES = 0.05, 1.3  # the goals
+SHARE, TIMES = 0.05, 1.3  # the goals: maximum share of recurrences in a step, maximum ratio of experts to reading
 QWEN35: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 3584,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
@@ -117,8 +117,8 @@ def recurrence_runs(config: ModelConfig, repeats: int) -> dict[str, list[float]]
 
 
 def expert_arms(config: ModelConfig) -> tuple[dict[str, Callable[[], float]], int]:
-    """Return two functions, and the number of bytes of the chosen experts' weights. One function times the experts of
-    the layers, and the other times the reading of these weights."""
+    """Return two functions, and the size in bytes of the chosen experts' weights. The function "experts" times the
+    experts of all layers, and "reading" times a loop that reads as many weights as the chosen experts have."""
     pool, model = pool_for(config, TOKENS), decoder_of(config)
     layers = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
     moe = layers[0].spec

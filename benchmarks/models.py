@@ -86,7 +86,7 @@ def checkpoint(shape: str, directory: Path = CACHE) -> Path:
 
 
 def _weights(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Return weights as transformers initializes them, by their names in Hugging Face's files."""
+    """Return weights as transformers initializes them, keyed by their names in Hugging Face's files."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
     torch.manual_seed(0)

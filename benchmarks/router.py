@@ -185,7 +185,7 @@ def running_router(module: str, cpu: int, flags: Sequence[str]) -> Iterator[Rout
 
 
 class PacedFleet:
-    """The fake nodes, and their requests by the id that the clients receive."""
+    """The fake nodes, and their requests, keyed by the id that the clients receive."""
 
     def __init__(self, num_nodes: int = NUM_NODES) -> None:
         text = Tokenizer.load(DEMO_MODEL)
@@ -197,7 +197,7 @@ class PacedFleet:
     async def run(self, rate: float, seconds: float, *, is_patient: bool = False) -> None:
         """Call `step` of each node in turn, at `rate` tokens per second in total. A late call delays later calls.
 
-        If `is_patient`, a full node loses its turn. Each message then has tokens of all requests, as from a real node.
+        If `is_patient`, a full node skips its turn. Each message then has tokens of all requests, as from a real node.
         """
         period_s = len(self.rows) / rate / len(self.nodes)
         due, end = time.monotonic(), time.monotonic() + seconds
@@ -276,7 +276,7 @@ async def streaming(router: RouterProcess, fleet: PacedFleet, rate: float, secon
 
 async def memory(router: RouterProcess, fleet: PacedFleet) -> dict[str, float]:
     """Measure how much memory the router needs for each open stream."""
-    # Open some streams before the measurement, so that memory that they leave allocated is not counted.
+    # Open and close some streams before the measurement, because the memory that they leave allocated must not count.
     async with streams(router, fleet, NUM_STREAMS, []):
         await fleet.run(1000, 1)
     before = memory_of(router.pid)

@@ -3,11 +3,11 @@
     python -m benchmarks router_workers
 
 All routers run at the same time on the first CPU. Each has its own fake nodes and clients (benchmarks/router.py), which
-run on the last CPU and send tokens to one router after the other. A round measures every router once, and each ratio is
-one of two routers in the same round, so that changes of the machine's speed affect both.
+run on the last CPU and send tokens to one router after the other. A round measures every router once, and each ratio
+compares two routers in the same round, so that changes of the machine's speed affect both.
 
-Two workers that share a core also share its caches, so each slice of CPU time probably begins with slow memory access.
-Slices of 100 ms instead of about 4 ms make such starts rare, as if the workers had cores of their own.
+Two workers that share a core also share its caches, so each slice of CPU time probably begins with cache misses. Slices
+of 100 ms instead of about 4 ms make these misses rare, as if the workers had cores of their own.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from benchmarks.router import NUM_STREAMS, PacedFleet, RouterProcess, started, s
 RATE = 100_000  # tokens per second; more than a router can send on one core
 SLICE_MS = 100
 SCHED_SETATTR = 314  # number of the system call on x86-64
-# (workers, streams, slice in ms). Each ratio is to the arm with one worker and the same streams. None: default slices.
+# (workers, streams, slice in ms; None: default slices). An arm is compared with one worker and the same streams.
 ARMS = [
     (workers, streams, ms)
     for streams in (NUM_STREAMS, 2 * NUM_STREAMS, 4 * NUM_STREAMS)
@@ -37,7 +37,7 @@ GOAL = 1.05
 
 @dataclass(slots=True)
 class MeasuredRouter:
-    """A router with open streams. `us` has its CPU time per token in each round, in microseconds."""
+    """A router with open streams. `us` has the router's CPU time per token in each round, in microseconds."""
 
     router: RouterProcess
     fleet: PacedFleet

@@ -1,7 +1,7 @@
-"""Measure how many requests the simulator simulates per CPU second. The traffic is the preset "chat" with lengths that
-are not scaled down, and the nodes are H200s that serve Llama-3.1-8B.
+"""Measure how many requests the simulator simulates per CPU second. The traffic is the preset "chat" with unscaled
+lengths, and the nodes are H200s that serve Llama-3.1-8B.
 
-CPU time is measured, to reduce the effect of other processes. Each run is one process, whose peak memory is given.
+CPU time is measured, because other processes affect it less. Each run is a process, whose peak memory is reported.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CASES = {  # arm, requests/s for each node, number of requests
     "8 nodes, co-located": ("colocated:8", 14.0, 5000),
     "8 nodes, disaggregated": ("disaggregated:3p5d", 10.0, 5000),
 }
-CURVE = (1, 4, 16, 64, 250, 999)  # numbers of nodes of the curve, up to the maximum of an arm
+CURVE = (1, 4, 16, 64, 250, 999)  # numbers of nodes to measure, up to the maximum of an arm
 LONG_NODES = 999  # number of nodes in the run with --long requests
 CURVE_RATE, CURVE_REQUESTS = 10.0, 3000  # requests/s for each node; requests of each run
 Figures = dict[str, float]
@@ -85,7 +85,7 @@ def _long(given: argparse.Namespace) -> None:
 
 def main() -> None:
     options = parser(__doc__, repeats=3)
-    options.add_argument("--long", type=int, default=0, help=f"only a run of so many requests on {LONG_NODES} nodes")
+    options.add_argument("--long", type=int, default=0, help=f"only one run, of LONG requests on {LONG_NODES} nodes")
     given = options.parse_args()
     if given.long:
         _long(given)

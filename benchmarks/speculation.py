@@ -2,10 +2,10 @@
 
     python -m benchmarks speculation --model 110m
 
-The engine computes every step of a model with random weights. Since such a model writes no text, the tokens that it
-draws are replaced by those of given answers. The times are therefore those of the model, and the text determines which
-guesses are right. "edits": the answer is the prompt with one word in fifteen replaced. "prose": the answer is a text
-that is unrelated to the prompt. The texts are pages of docs/, with the tokens of the demo model.
+The engine computes every step of a model with random weights. Since such a model writes no meaningful text, the tokens
+that it draws are replaced by those of given answers. The times are therefore those of the model, and the text
+determines which guesses are right. "edits": the answer is the prompt with one word in fifteen replaced. "prose": the
+answer is unrelated to the prompt. The texts are pages of docs/, tokenized for the demo model.
 """
 
 import json
@@ -49,7 +49,7 @@ class Script:
 
 
 def scripts_of(kind: str, count: int) -> list[Script]:
-    """Return scripts from random passages of the texts. All prompts have the same length, as have all answers."""
+    """Return scripts from random passages of the texts. Prompts have PROMPT tokens, and answers have ANSWER tokens."""
     tokenizer, rng = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json")), random.Random(0)
     pages = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))]
     words = [[word for word in page.split() if word.isascii()] for page in pages]
@@ -158,8 +158,8 @@ def measure(
 
 
 def acceptance(engine: SpeculatingEngine, kind: str, batch: int) -> list[Cell]:
-    """Return a row with two shares of right guesses: one for prompts whose KV is received, and one for prompts that
-    this engine computes."""
+    """Return a row with two shares of right guesses: one for prompts whose KV is received, as on a decode node of a
+    disaggregated cluster, and one for prompts that this engine computes, as on a co-located node."""
     shares: list[Cell] = []
     for receives in (True, False):
         before = engine.acceptance()
@@ -180,7 +180,7 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--model", choices=SHAPES, default="110m")
     made.add_argument("--threads", type=int, default=0)
-    made.add_argument("--directory", type=Path, default=CACHE, help="of the generated model")
+    made.add_argument("--directory", type=Path, default=CACHE, help="directory of the generated model")
     made.add_argument("--rows", default="", help="only these rows, as in edits:1,prose:8")
     made.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: CPU seconds, for a machine that is not quiet"

@@ -1,8 +1,8 @@
 """Measure how long the demo model's steps take on this CPU: tests/data/recordings/step_times.json.
 
-The steps are evenly spaced steps of the recordings (`python -m benchmarks recording`). Each step runs --repeats times
-with one thread. The file has the median CPU time of each step, because other processes delay steps but hardly change
-their CPU time.
+The measured steps are evenly spaced steps of the recordings (`python -m benchmarks recording`). Each step runs
+--repeats times with one thread. The file has the median CPU time of each step, because other processes delay a step but
+hardly change its CPU time.
 """
 
 import gzip
@@ -69,8 +69,8 @@ class StepTimer:
 
 
 def held_out() -> tuple[Table, Any]:
-    """Fit a cost model to every second step of FILE, and predict the other steps. Return a table that summarizes the
-    relative errors, and these errors."""
+    """Fit a cost model to every second step of FILE, and predict the other steps. Return a table with the mean and the
+    95th percentile of the errors, and the relative error of each predicted step."""
     data = json.loads(FILE.read_text())
     works = [StepWork(*row[:-1]) for row in data["steps"]]
     seconds = np.array([row[-1] / 1e6 for row in data["steps"]])

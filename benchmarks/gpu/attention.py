@@ -87,8 +87,8 @@ class GpuScene:
         return f" Failed: {'; '.join(self.failed)}." if self.failed else ""
 
     def seconds(self, work: Callable[[int], object], repeats: int = 5) -> float:
-        """Return the seconds of one call on the device, without the launches of kernels: the median over replays of a
-        CUDA graph of CALLS calls. `work` gets the number of the call."""
+        """Return the seconds of one call of `work` on the device, without the launches of its kernels. To measure them,
+        replay a CUDA graph of CALLS calls, and take the median. `work` gets the number of the call."""
         if self.device.type == "cpu":
             return self.elapsed_s(lambda: work(0))
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
@@ -203,7 +203,7 @@ def rates_of(
 
 
 def decode(scene: GpuScene) -> GpuSection:
-    """Measure how many terabytes of KV per second attention reads, with our kernels in both layouts and with others."""
+    """Measure the TB/s at which attention reads KV, with our kernels in two layouts and with flash-attn."""
     flat = RandomKV(scene, 1 << 20 if scene.toy else int(torch.cuda.mem_get_info(scene.device)[0] * KV_SHARE))
 
     def terabytes_s(arm: str, point: Point) -> float:
@@ -247,5 +247,5 @@ def prefill(scene: GpuScene) -> GpuSection:
 
 
 def flops(config: ModelConfig, start: int, end: int) -> float:
-    """Return the FLOPs of one layer: two products, each of two operations per head element and query-key pair."""
+    """Return the FLOPs of one layer: two products, each with two operations per head element and query-key pair."""
     return 2.0 * config.num_heads * config.head_dim * (end * (end + 1) - start * (start + 1))

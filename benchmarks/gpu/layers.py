@@ -35,7 +35,7 @@ FILTERS = {
 
 
 def recurrent_layer(scene: GpuScene, name: str) -> list[Cell]:
-    """Return the milliseconds of a step, and the GB/s at which it moves states."""
+    """Return a row: the step's name, its milliseconds, and the GB/s at which it moves states."""
     from engine.cuda.layer import TritonKernels
 
     spec, counts = (TOY_DELTA, [1, 2]) if scene.toy else (DELTA, STEPS[name])
@@ -71,7 +71,7 @@ def recurrent_layer(scene: GpuScene, name: str) -> list[Cell]:
 
 
 def experts(scene: GpuScene, tokens: int) -> list[Cell]:
-    """Return the milliseconds of one product, the GB/s at which it reads weights, and the TFLOP/s."""
+    """Return a row: the number of tokens, and the milliseconds of a product, its GB/s of weights, and its TFLOP/s."""
     from engine.cuda.products import TritonFormat
 
     count, hidden, inner = (4, 32, 16) if scene.toy else (EXPERTS, HIDDEN, INNER)
@@ -88,8 +88,8 @@ def experts(scene: GpuScene, tokens: int) -> list[Cell]:
 
 
 def sampled(scene: GpuScene, name: str, rows: int) -> list[Cell]:
-    """Return how many milliseconds it takes to draw one token for each row, with two kinds of logits. With the first
-    kind, tens of thousands of tokens are likely; with the second, a few hundred are."""
+    """Return a row with the milliseconds to draw a token for each of `rows` requests, for two kinds of logits: in the
+    first kind, tens of thousands of tokens are likely; in the second, a few hundred."""
     from engine.cuda.draw import draw
 
     count, vocab = (2, 300) if scene.toy else (rows, VOCABULARY)

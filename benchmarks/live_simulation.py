@@ -88,7 +88,3 @@ def main() -> None:
     ]
     what = "The demo model on a CPU: means over live periods, then over simulations of the same periods."
     Result("live_simulation", what, [Table("Live and simulated", columns, rows)]).finish(given.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -78,7 +78,7 @@ def parse_arm(text: str, common: Mapping[str, str] = {}) -> Arm:
         raise ConfigError(f"--arms {text}: {topology!r} is not an arm; write {GRAMMAR}")
     prefill, decode = (int(match[4]), int(match[5])) if match[3] else (0, int(match[2]))
     if decode < 1 or (match[3] and prefill < 1):
-        raise ConfigError(f"--arms {text}: an arm needs a device for each of its roles; write {GRAMMAR}")
+        raise ConfigError(f"--arms {text}: an arm needs at least one device for each role; write {GRAMMAR}")
     # A disaggregated arm disaggregates every request, unless its settings let the router decide per request.
     split = {"disaggregate": "always"} if prefill else {}
     return Arm(text, prefill, decode, split | dict(common) | parse_settings(f"--arms {text}", tail))

@@ -101,9 +101,8 @@ def prepare(
 ) -> tuple[Experiment, Deployments, str]:
     """Return the experiment for these options, the deployments of its arms, and the plan to print.
 
-    `first_rates` are the rates at which the arms' searches for their capacities start. If it is given, the traffic is
-    drawn at these rates, even if it comes from a trace. Raises ConfigError, whose one-line message names the flag and
-    the remedy.
+    `first_rates` has the rates at which the searches for the arms' capacities start. With `first_rates`, traffic from a
+    trace is also drawn at a rate. Raises ConfigError, whose one-line message names the flag and the remedy.
     """
     _check_choices(options)
     model = _model_of(options)

@@ -1,4 +1,4 @@
-"""A simulated cluster. Admission and placement are the real router's; nodes and transfer times are simulated."""
+"""A simulated cluster. It admits and places requests with the router's classes, and simulates nodes and transfers."""
 
 import gc
 from collections import deque

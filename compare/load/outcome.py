@@ -14,7 +14,7 @@ from typing import Any
 TIMEOUT = "timeout"  # value of `Outcome.error` after a timeout
 TBT_OF = ("p99", "max", "mean")
 COUNTS = ("ids", "logprobs", "usage", "events")  # how tokens are counted, most reliable first
-MAX_LINE = 16 << 20  # maximum bytes of one event, which limits memory; an event that echoes a prompt fits
+MAX_LINE = 16 << 20  # maximum bytes of one event, to bound the memory; an event that echoes a prompt is smaller
 WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")  # one token each
 
 

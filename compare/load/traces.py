@@ -55,7 +55,7 @@ def read_trace(
         with path.open(encoding="utf-8-sig", newline="") as file:
             form = detect_form(path) if form == "auto" else form
             if form not in FORMS:
-                raise ConfigError(f"{form} is not a trace format: give auto, {', '.join(FORMS)}")
+                raise ConfigError(f"--trace-format {form}: must be auto, {', '.join(FORMS)}")
             lines: Iterable[Any] = csv.DictReader(file) if form in CSV else file
             for number, line in enumerate(lines, 2 if form in CSV else 1):  # noqa: B007 - used in errors
                 if not isinstance(line, str) or line.strip():

@@ -21,7 +21,7 @@ from shared.errors import ConfigError
 
 TIMES, LENGTHS = 1, 2  # seeds of two streams of random numbers
 MOST_REQUESTS = 1_000_000  # maximum number of requests of a period, because all are drawn before it begins
-OPEN_SESSIONS = 64  # at most this many sessions can be continued; a new session replaces the oldest
+OPEN_SESSIONS = 64  # maximum number of sessions that can be continued; a new session replaces the oldest one
 
 
 @dataclass(frozen=True, slots=True)

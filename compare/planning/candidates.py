@@ -185,7 +185,7 @@ class Simulations:
 
 
 def miss_counts(simulations: Simulations, arm: str, rate: float, count: int, slo: LatencySlo) -> dict[str, int]:
-    """Simulate `count` requests. For each main cause, return how many requests of the second half miss the SLO."""
+    """Simulate `count` requests. Return the number of misses in the second half of the requests, by main cause."""
     plan = simulations.plan(arm)
     history = RequestHistory(now=lambda: round(1e9 * cluster.events.now), limits=UNLIMITED)
     cluster = RecordedCluster(plan, history, epoch_ns=0)

@@ -72,7 +72,7 @@ class SearchResult:
     scores: Mapping[str, Score]  # the last score of each candidate
     points: Mapping[str, Sequence[CapacityPoint]]  # the mean attainment of each candidate at each rate
     found: Sequence[Measured]  # the finalists, best first
-    causes: Mapping[str, Mapping[str, int]]  # each finalist's misses by cause, at the best one's capacity
+    causes: Mapping[str, Mapping[str, int]]  # each finalist's misses by cause, at the capacity of the best finalist
     varied: Mapping[str, Mapping[tuple[float, int], Run]]  # runs by arm, rate and seed
     lengths: Mapping[Lengths, Mapping[str, CapacityEstimate]]  # capacities by lengths and arm
 

@@ -15,8 +15,8 @@ from compare.stats.capacity import CapacityPoint, capacity_of
 from compare.stats.measures import steady_attainment
 
 SEEDS = 2
-# Minimum length of a period: in seconds, in requests, and in durations of an answer. In shorter periods, the number of
-# outstanding requests still grows to its steady value, so that the periods count as overloaded.
+# Minimum length of a period: in seconds, as a number of requests, and as a multiple of an answer's duration. In a
+# shorter period, the number of outstanding requests would still grow, so the period would count as overloaded.
 MIN_S, REQUESTS, ANSWERS = 20.0, 300, 12
 
 

@@ -156,7 +156,7 @@ def _drawn(query: PlayQuery) -> list[Row]:
 
 
 def _pasted(text: str) -> list[Row]:
-    """Return the rows of a trace, which begins with its first row."""
+    """Return the rows of a pasted trace, with times since the first row."""
     with tempfile.NamedTemporaryFile("w", suffix=".trace", encoding="utf-8") as file:
         try:
             file.write(text.strip() + "\n")

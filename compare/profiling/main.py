@@ -160,7 +160,7 @@ async def from_records(endpoint: Endpoint) -> Document:
         latency_ms, byte_ms = nnls(rows / scale, np.array([each["busy_ms"] for each in transfer]))[0] / scale
         link = {"latency_s": latency_ms / 1000, "bytes_per_s": min(1e12, 1000 / max(byte_ms, 1e-12))}
         source = f"{len(transfer)} requests; the latency is the sum over all pushes of a request"
-        # The commit of a handoff waits for checksums and for one message, in addition to the rest of the last push.
+        # After the rest of the last push, the commit of a handoff also waits for checksums and for one message.
         waits_ms = [each["exposed_ms"] - each["busy_ms"] + each["hidden_ms"] for each in transfer]
         push_s = max(0.0, float(np.median(waits_ms)) / 1000 - router_s / 4)
     size = node["block_tokens"]

@@ -86,7 +86,7 @@ class Figures:
 
     @cached_property
     def metrics(self) -> dict[int, RunMetrics]:
-        """Metrics of every period that has requests, by the position of its trial.
+        """The metrics of every period that has requests, keyed by the position of its trial.
 
         The measured window begins when every arm has warmed up, so that the same requests count in all arms.
         """
@@ -501,7 +501,7 @@ def _too_few(figures: Figures) -> list[str]:
 
 def _unbounded(figures: Figures) -> list[str]:
     """Return a problem for each arm whose capacity is known only as a bound. The capacity must be known from all seeds,
-    from the seeds that all arms share, and from these seeds without any single one."""
+    from the seeds that all arms share, and from the shared seeds with any one of them left out."""
     problems = []
     paired = paired_points(figures.findings.points)
     for arm, found in figures.findings.capacities.items():
@@ -520,8 +520,8 @@ def _unbounded(figures: Figures) -> list[str]:
 
 
 def tuning_notes(experiment: Experiment, causes: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return a note for each co-located arm that might do better with smaller chunks: an arm most of whose misses are
-    tokens that waited for prompt chunks, if no other co-located arm has a smaller budget."""
+    """Return a note for each co-located arm that might do better with smaller chunks. In such an arm, most misses are
+    tokens that waited for prompt chunks. The arm must have the smallest budget of all co-located arms."""
     default = ArmSettings.model_fields["max_num_batched_tokens"].default
     budgets = {
         arm.name: int(parse_count(arm.settings.get("max_num_batched_tokens", default)))

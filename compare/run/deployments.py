@@ -54,7 +54,7 @@ class LaunchOptions:
         flags += ["--emulate", self.emulate] if self.emulate else []
         flags += ["--engines", ",".join(self.engines[: arm.devices])] if self.engines else []
         if self.gpus and arm.settings.get("device", "auto") in {"auto", "cuda"}:
-            shared_pool = arm.settings.get("kv_channel") == "pool"  # if so, prefill nodes use the decode nodes' GPUs
+            shared_pool = arm.settings.get("kv_channel") == "pool"  # then, prefill nodes use the GPUs of decode nodes
             num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)
             flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
         return [sys.executable, "-P", "-m", "baton", "up", *flags, *arm.flags()]
@@ -152,7 +152,7 @@ class Deployments:
         return self._up[name].endpoint
 
     async def drive(self, spec: LoadSpec, recording: LoadRecording) -> None:
-        """Send the requests of one trial to the stack that was returned by the last `up`, and record the outcomes."""
+        """Send the requests of one trial to the stack that the last `up` returned, and record the outcomes."""
         await drive(spec, recording)
 
     async def end(self) -> None:

@@ -1,4 +1,4 @@
-"""The counters of the arms' vLLM servers, which prove whether KV moved between the servers."""
+"""The counters of the arms' vLLM servers, which show whether KV moved between the servers."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

@@ -155,7 +155,7 @@ class Findings:
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # keyed by arm; only of complete searches
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # by arm; only complete searches
     predicted: dict[int, list[Outcome]] = field(default_factory=dict)  # simulated outcomes, by the trial's position
 
 

@@ -22,7 +22,7 @@ from compare.stats.statistics import (
 
 CEILING = 0.99  # arms with a higher attainment cannot be distinguished
 STEPS_AROUND = 6  # number of SLOs to try in each direction, in steps of sqrt(2): from 1/8 to 8 times the given SLO
-MIN_STEPS = 2  # an arm wins at other SLOs if it wins at this many consecutive ones or more
+MIN_STEPS = 2  # a win at other SLOs is reported if the arm wins at this many consecutive SLOs
 LATENCIES = {
     "ttft_p50_ms": "TTFT p50",
     "ttft_p99_ms": "TTFT p99",

@@ -22,8 +22,8 @@ def test_an_arm_is_parsed_with_the_common_settings_below_its_own():
     [
         (["colocated", "colocated:2"], "'colocated' is not an arm; write colocated:N or disaggregated:XpYd"),
         (["colocated:2", "dissagregated:1p1d"], "is not an arm"),
-        (["colocated:0", "colocated:2"], "needs a device for each of its roles"),
-        (["colocated:2", "disaggregated:0p2d"], "needs a device for each of its roles"),
+        (["colocated:0", "colocated:2"], "needs at least one device for each role"),
+        (["colocated:2", "disaggregated:0p2d"], "needs at least one device for each role"),
         (["colocated:2", "colocated:2@prefil_first"], "policy 'prefil_first': must be 'stall_free', "),
         (["colocated:2", "colocated:2@budget=3"], "budget is not a setting"),
         (["colocated:2", "colocated:2@max_num_seqs=none"], "must be a whole number, as in 16384, 16k"),

@@ -53,7 +53,7 @@ def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--trace", "no.csv", "--burstiness", "0.5", "--rate", "3"], "no.csv: No such file"),
         (["--trace", "no.csv", "--burstiness", "0.5", "--find-capacity", "--attainment", "0.8"], "no.csv: No such file"),
         (["--trace", "missing.csv"], "missing.csv: No such file"),
-        (["--trace", str(DEMO_MODEL / "config.json"), "--trace-format", "excel"], "excel is not a trace format"),
+        (["--trace", str(DEMO_MODEL / "config.json"), "--trace-format", "excel"], "--trace-format excel: must be auto, azure"),
         (["--url", "http://127.0.0.1:9", "--arms", "colocated:2"], "--url and --arms: give only one of them"),
         (["--url", "http://127.0.0.1:9", "--set", "block_size=16"], "--url and --set: give only one of them"),
         (["--url", "http://127.0.0.1:9", "--on", "emulated"], "--url: cannot be emulated; leave out --on, or give --arms"),

@@ -404,7 +404,8 @@ def _prompt_share(step: StepRow, model: CostModel | None) -> float:
         return float(step["prefill_tokens"] / (step["prefill_tokens"] + step["num_decodes"]))
     idle_s = model.overhead + model.per_token * model.knee_tokens
     decodes = StepWork(num_decodes=step["num_decodes"], decode_context=step["decode_context"])
-    total = StepWork(step["num_prefills"], step["prefill_tokens"], 0, step["num_decodes"], step["decode_context"])
+    pairs = step.get("prefill_pairs", 0)  # missing in the records of older routers
+    total = StepWork(step["num_prefills"], step["prefill_tokens"], pairs, step["num_decodes"], step["decode_context"])
     prompts_s = model.seconds(total) - model.seconds(decodes)
     decodes_s = max(0.0, model.seconds(decodes) - idle_s)
     return prompts_s / (prompts_s + decodes_s) if prompts_s + decodes_s else 0.5

@@ -1,6 +1,7 @@
 """Test every metric with a few simple requests, whose expected figures were calculated by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -199,6 +200,8 @@ def test_shares_of_a_device_sum_to_1_and_overlaps_count_once() -> None:
     model = CostModel(overhead=0.01, per_token=0.001, per_context=0.0001)
     mixed = step(0, 40, 10, 10, decode_context=200)  # predicted: 10 ms for the prompt, 30 ms for decodes
     assert busy_shares([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.25)
+    model, mixed = replace(model, per_pair=1e-6), mixed | {"prefill_pairs": 20_000}  # 20 ms more for the prompt
+    assert busy_shares([mixed], (0.0, 40.0), model)["prefill"] == pytest.approx(0.5)
 
 
 def test_phases_and_client_lag_and_residual_sum_to_the_whole_time() -> None:

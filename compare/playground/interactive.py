@@ -12,7 +12,7 @@ from typing import Any
 from compare.load.traces import read_trace
 from engine.emulation import COSTS, Emulation, load_emulation
 from scheduler.policy import POLICIES
-from scheduler.request import Request, Step
+from scheduler.request import Step
 from shared.errors import ConfigError
 from simulator.cluster import ClusterPlan, SimulatedCluster, paused_gc
 from simulator.handoff import SimulatedHandoff
@@ -186,7 +186,8 @@ class PlayedCluster(SimulatedCluster):
         end_ms = MS * node.times.end(steps, 1)
         for slice_ in step.slices:
             if slice_.count > 1 or slice_.start < slice_.request.num_prompt:
-                self._span(slice_.request, "chunk", node.name, MS * steps.begin_s, end_ms, slice_.count)
+                rows = self.spans.setdefault(slice_.request.sampling[0].id, [])
+                rows.append(_span("chunk", node.name, MS * steps.begin_s, end_ms, slice_.count))
         super().on_scheduled(node, step)
 
     def on_stretch(self, node: SimulatedNode, steps: Stretch) -> None:
@@ -198,9 +199,6 @@ class PlayedCluster(SimulatedCluster):
             rows = self.spans.setdefault(handoff.request.id, [])
             end_ms = MS * self.events.now
             rows.append(_span("transfer", handoff.prefill.info.id, MS * began_s, end_ms, fields["count"]))
-
-    def _span(self, row: Request, *of: Any) -> None:
-        self.spans.setdefault(row.sampling[0].id, []).append(_span(*of))
 
 
 def _span(kind: str, node: str, start_ms: float, end_ms: float, tokens: int) -> Document:

@@ -111,7 +111,8 @@ class PeerProcess:
 
 @contextlib.contextmanager
 def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[str, int]]:
-    """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError after START_S."""
+    """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError if it ends, or
+    after START_S."""
     with tempfile.NamedTemporaryFile() as log:
         command = [sys.executable, "-m", "baton", "up", "--port", "0", "--registry-port", "0", *flags]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -119,7 +120,8 @@ def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[st
             deadline, url = time.monotonic() + START_S, ""
             while not url or _num_alive(url) < num_nodes:
                 if time.monotonic() > deadline or process.poll() is not None:
-                    raise TimeoutError(f"no cluster serves after {START_S:g} s: {Path(log.name).read_text()[-2000:]}")
+                    about = f"`baton up` ended, or does not serve after {START_S:g} s"
+                    raise TimeoutError(f"{about}: {Path(log.name).read_text()[-2000:]}")
                 time.sleep(0.02)
                 url = url or Path(log.name).read_text().partition("serving at ")[2].partition("\n")[0].split(" ")[0]
             yield url, process.pid

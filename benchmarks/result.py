@@ -170,7 +170,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 def document(texts: Sequence[str], results: Path = RESULTS) -> list[str]:
     """Return the texts of the pages, with the text between the comment lines replaced by the tables of the results.
 
-    Raises ValueError if there is a results file for which no page has comment lines.
+    Raises ValueError if no page has the comment lines of one of the results files.
     """
     named = {match[2] for text in texts for match in BLOCK.finditer(text)}
     tabled = {file.stem: json.loads(file.read_text()) for file in results.glob("*.json")}

@@ -162,7 +162,7 @@ def backend_of(flat: RandomKV, arm: str) -> tuple[KVPool, AttentionBackend]:
 
 
 def attention_s(scene: GpuScene, flat: RandomKV, arm: str, spans: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds of one layer's attention, without the planning of the step. `spans` has each request's range
+    """Return the seconds of one layer's attention, without the time to plan the step. `spans` has each request's range
     of tokens. Blocks are in random order. Raises ValueError if the requests do not fit into the pool."""
     (pool, backend), config, slices = backend_of(flat, arm), scene.config, []
     size = pool.layout.block_tokens

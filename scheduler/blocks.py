@@ -32,7 +32,7 @@ class Ledger(NamedTuple):
 
 
 class BlockPool:
-    """Counts the owners of the pool's rows. Among cached bundles, the least recently used one is evicted first.
+    """Counts the owners of each row of the pool. The least recently used cached bundle is evicted first.
 
     The scheduler owns the pool and is its only caller, on the engine's thread. Every row is in one state of `Ledger`;
     `ledger_error` and `audit` check this. Methods assert their preconditions; a failed assertion is a scheduler bug.
@@ -43,11 +43,9 @@ class BlockPool:
         assert num_rows >= 2, "a pool holds the dummy row and at least one other"
         self.total = num_rows - 1
         self._empty: list[int] = []  # freed rows; they are taken before rows that were never allocated
-        # If the first keys of a plain dict are removed one by one, finding the next first key takes longer each time.
-        # An OrderedDict finds it in constant time.
-        self._cached: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # the first row of each bundle without an owner, in the order of last use
+        # The first row of each bundle without an owner, least recently used first. In a plain dict, finding the first
+        # key would take longer with each first key that was removed.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_cached = 0  # number of cached rows
         # These two lists have entries only for the dummy row and for rows that were allocated at least once, so a new
         # pool takes little memory.
@@ -86,7 +84,7 @@ class BlockPool:
         return f"{given} rows were allocated, and {num_held} are held: {ledger}"
 
     def audit(self, held: Iterable[Sequence[int]]) -> str:
-        """Check every row and return the first error, or "". `held` has a list of rows for each owner.
+        """Check every row. Return a description of the first error, or "". `held` has one list of rows per owner.
 
         The check takes about 0.5 µs per row.
         """
@@ -129,8 +127,8 @@ class BlockPool:
             self._references[row] += 1
 
     def release(self, rows: Sequence[int]) -> None:
-        """Remove an owner from each row. The last rows are freed first, so they are evicted first: they are the least
-        likely to be found by another request."""
+        """Remove an owner from each row. The last rows are released first, and will therefore be evicted first, because
+        other requests are the least likely to find them."""
         for row in reversed(rows):
             assert self._references[row] > 0, f"row {row} has no owner to release it"
             self._references[row] -= 1
@@ -165,7 +163,7 @@ class BlockPool:
                 self._name_of[row] = name
 
     def forget(self, name: Hashable) -> None:
-        """Remove the name of a bundle. The bundle's rows without owners become free."""
+        """Remove the name of a bundle. Those of its rows that have no owner become free."""
         for row in self._bundles.pop(name, ()):
             self._name_of[row] = None
             self._cached.pop(row, None)

@@ -11,7 +11,7 @@ CEILING_TOKENS = 8192  # maximum number of tokens in a step on a node with an SL
 UNWATCHED_S = 2.0  # maximum duration of a step without decodes; a request that arrives must wait until the step ends
 UNWATCHED_TOKENS = 512  # a step without decodes may have this many tokens, even if no earlier step was as large
 FLOOR_TOKENS = 16  # prompt tokens that every step may compute, even if the step then misses the SLO
-FLOOR_GROWTH = 1.1  # if a step's decodes alone miss the SLO, prompts may make the step longer by up to this factor
+FLOOR_GROWTH = 1.1  # if the decodes of a step alone miss the SLO, prompts may lengthen the step by up to this factor
 FIRST_TOKENS = 64  # prompt tokens that a step may have before the first model is fitted
 GROWTH = 1.25  # largest factor by which the budget grows from one step to the next; it may shrink by any factor
 ENGINE_SHARE = 0.9  # the engine's share of the time between two tokens; the rest is for the router and the network
@@ -35,19 +35,19 @@ class Budget:
         return max(0, self.ceiling - work.tokens)
 
     def longest_s(self) -> float:
-        """Return the maximum predicted duration, in seconds, of a step to which guessed tokens are added."""
+        """Return the limit, in seconds, on the predicted duration of a step with guessed tokens."""
         return inf
 
     def end(self, work: StepWork) -> tuple[int, str]:
-        """Finish a step with `work`. Return the number of tokens that the step was allowed, and the reason."""
+        """Finish a step with `work`. Return the number of tokens that the step was allowed, and the reason for it."""
         return self.ceiling, "fixed"
 
 
 class SloBudget(Budget):
-    """A budget that allows the largest step whose predicted duration, with the margin, is at most `target_s` seconds.
+    """A budget that allows the largest step whose predicted duration is at most `target_s` / (1 + `CostModel.margin`).
 
     The prediction includes the step's decodes and the context that each chunk attends to. The scheduler owns the
-    budget; all calls come from the engine's thread. `end` returns the reason that limited the step:
+    budget; all calls come from the engine's thread. `end` returns one of these reasons for the number of tokens:
 
     - "slo": the target limited the step.
     - "slo floor": the target leaves almost no room for prompts, or cannot be met. Prompts get at least `floor` tokens.
@@ -65,9 +65,9 @@ class SloBudget(Budget):
         self._cost: CostModel | None = None
         self._watched = False  # whether any request waits for a token of the current step
         self._largest = 0  # the most prompt tokens in any step so far
-        self._trusted = first  # number of prompt tokens in a step up to which the current model is trusted
+        self._trusted = first  # the current model is trusted for steps of up to this many prompt tokens
         self._granted = first  # number of prompt tokens that the last watched step was allowed
-        self._granted_before = first  # `_granted` at the time the current model was set
+        self._granted_before = first  # the value of `_granted` when the current model was set
         self._grant: tuple[int, str] | None = None  # tokens and reason for the current step
 
     def begin(self, cost: CostModel | None, watched: bool) -> None:
@@ -95,7 +95,7 @@ class SloBudget(Budget):
         return min(self.ceiling, work.decode_tokens + granted), reason
 
     def _grant_for(self, work: StepWork, start: int) -> tuple[int, str]:
-        """Return how many prompt tokens the whole step may have, including those in `work`, and the reason."""
+        """Return how many prompt tokens the whole step may have, including those in `work`, and the reason for it."""
         if not self._watched:
             return self._unwatched(work, start), "no decodes"
         if self._cost is None:
@@ -104,8 +104,7 @@ class SloBudget(Budget):
         alone_s = self._cost.seconds(StepWork(num_decodes=work.num_decodes, decode_context=work.decode_context))
         is_missed = alone_s > limit_s
         fits = self._fits(FLOOR_GROWTH * alone_s if is_missed else limit_s, work, start)
-        # While the SLO is missed, errors of the model do the most harm. The budget then grows only once per fitted
-        # model.
+        # While the SLO is missed, errors of the model do the most harm, so the budget grows only once per fitted model.
         granted = min(self._granted, self._granted_before) if is_missed else self._granted
         tried = min(self._trusted, int(granted * GROWTH) + self._floor)
         if is_missed or fits < self._floor:
@@ -125,8 +124,8 @@ class SloBudget(Budget):
 
 
 def tokens_within(cost: CostModel, seconds: float, work: StepWork, start: int) -> float:
-    """Return the size of the largest chunk at position `start` that can be added to a step with `work`, so that the
-    step is predicted to last at most `seconds`. Return 0 if the step takes longer even without the chunk.
+    """Return how many prompt tokens from position `start` on can be added to a step with `work` if the predicted
+    duration of the step may be at most `seconds`. Return 0 if `work` alone takes longer.
 
     A chunk of n tokens costs `per_pair · (n·start + n·(n + 1)/2)`, plus `per_token` for each token above the knee.
     """

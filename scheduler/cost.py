@@ -6,7 +6,7 @@ from typing import Self
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of a step, as the numbers that determine its duration.
+    """The work of a step: the numbers that determine how long the step takes.
 
     A slice that computes only the last token of its sequence is a decode; any other slice is a prompt chunk, even if
     the request was resumed. A pair is one query token that attends to one key token.
@@ -86,7 +86,7 @@ class CostModel:
         )
 
     def decode_seconds(self, tokens: int, context: int) -> float:
-        """Return how much longer a step of `tokens` tokens takes with one more decode or draft."""
+        """Return the predicted seconds that a decode or draft with this context length adds to a step of `tokens`."""
         more = max(self.knee_tokens, tokens + 1) - max(self.knee_tokens, tokens)
         return self.per_token * more + self.per_context * context + self.per_decode
 

@@ -72,8 +72,7 @@ class LatencyEstimate:
 
 
 def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_decode: int) -> LatencyEstimate | None:
-    """Predict the time that a prefill node takes for a prompt of `num_tokens` tokens, or return None
-    if the node has no cost model.
+    """Predict how long a prefill node takes for a prompt of `num_tokens` tokens. Return None without a cost model.
 
     `cached` and `cached_at_decode` are the numbers of prefix tokens cached on the prefill node and on the decode node.
     If the link is fast enough, the blocks of every chunk but the last are transferred while the next chunk is computed.
@@ -99,13 +98,13 @@ def remote_estimate(node: NodeView, num_tokens: int, cached: int, cached_at_deco
 
 
 def local_estimate(node: NodeView, teacher: CostModel | None, num_tokens: int, cached: int) -> LatencyEstimate | None:
-    """Predict how long a decode node would take to compute a prompt in the budget that the node's decodes leave free.
+    """Predict how long a decode node takes to compute a prompt in the budget that its decodes leave.
 
     Return None if the node has no cost model.
 
     A decode node's model can predict the cost of prompts only after the node has computed prompts. Until then, this
-    cost is taken from `teacher`, the prefill node's model. Afterwards, the node's own model predicts both parts of a
-    step, the decodes and a chunk of the prompt. The sum of both times is the model's prediction for the whole step.
+    cost is taken from `teacher`, the prefill node's model. Afterwards, the node's own model predicts both the time of a
+    step's decodes and the time that a chunk of the prompt adds to the step.
     """
     prompts = node.cost if node.cost_is_learnt or teacher is None else teacher
     if node.cost is None or prompts is None:

@@ -14,7 +14,7 @@ from scheduler.cost import CostModel, StepWork
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0  # initial values of `DraftHistory.accepted` and `DraftHistory.tried`
 # After EXPLORE_STEPS steps without guesses, a step verifies EXPLORED guessed tokens: see `choose_counts`.
 EXPLORE_STEPS, EXPLORED = 16, 2
-DECAY = 0.95  # each compared token weighs this much relative to the next; the last 14 have half of the total weight
+DECAY = 0.95  # each compared token multiplies the weight of earlier ones by this; the last 14 have half of the weight
 
 
 @dataclass(slots=True)
@@ -43,10 +43,7 @@ class DraftHistory:
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
-    """A decode of a step for which `limit` tokens can be guessed.
-
-    `context` is the length of the decode's sequence without the guessed tokens.
-    """
+    """A decode for which up to `limit` tokens can be guessed. `context` is the length of its sequence before them."""
 
     acceptance: float
     limit: int
@@ -55,7 +52,7 @@ class DraftCandidate:
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """Limits on the number of tokens and the predicted seconds of a step with guesses."""
+    """Limits on a step with guesses: its number of tokens, and its predicted duration in seconds."""
 
     tokens: int
     seconds: float = inf
@@ -74,9 +71,9 @@ def choose_counts(
     `work` is the work of the step without guesses. The i-th guessed token of a request adds acceptance ** i expected
     tokens. Guessed tokens are added in descending order of this value, as long as they increase the expected tokens per
     predicted second. The drafter takes `pass_s` seconds for each token of the longest guess. Without a step-time model,
-    all tokens that can be guessed are added if `limits.seconds` is infinite, and none otherwise. If `explores` is true
-    and no guessed token would be added, EXPLORED tokens are added as far as the limits allow. The model needs steps of
-    different sizes to learn the cost of guesses.
+    all tokens that can be guessed are added if `limits.seconds` is infinite; otherwise no tokens are guessed. If
+    `explores` is true and no guess would pay, up to EXPLORED tokens are added within the limits, because the model
+    needs steps of different sizes to learn the cost of guesses.
     """
     longest = max((one.limit for one in candidates), default=0)
     if cost is None:
@@ -97,7 +94,10 @@ def _fill(
     candidates: Sequence[DraftCandidate], work: StepWork, cost: CostModel | None, limits: DraftLimits, depth: int,
     pass_s: float, least: int = 0,
 ) -> tuple[list[int], float]:  # fmt: skip
-    """Return how many tokens, at most `depth`, to guess for each candidate, and the expected tokens per second."""
+    """Return how many tokens to guess for each candidate, at most `depth` each, and the expected tokens per second.
+
+    The first `least` guessed tokens are added even if they do not increase the expected tokens per second.
+    """
     counts, tokens = [0] * len(candidates), work.tokens
     expected, seconds = float(work.num_decodes), depth * pass_s + (cost.seconds(work) if cost is not None else 0.0)
     gains = [(-one.acceptance, index) for index, one in enumerate(candidates) if one.limit] if depth else []

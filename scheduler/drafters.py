@@ -10,7 +10,7 @@ from scheduler.request import Request
 class Drafter(Protocol):
     """Guesses the next tokens of requests. A wrong guess costs time, but does not change the generated tokens.
 
-    The scheduler calls `find` for each decode of a step after which its request may continue. It then chooses how many
+    The scheduler calls `find` for each decode of a step, unless the decode ends its request. It then chooses how many
     tokens to guess, allocates blocks for these tokens, and calls `draft` once.
     """
 
@@ -48,9 +48,9 @@ class TextDrafter(Drafter):
 class PromptLookup(TextDrafter):
     """Finds an earlier occurrence of a request's last tokens, and proposes the tokens that followed it.
 
-    The method is "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". It looks for as many of the last
-    tokens as possible, at least `shortest` and at most `longest`, and uses their latest occurrence. If fewer than
-    `limit` tokens follow this occurrence, the tokens that follow it are repeated."""
+    The method is "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". It takes the longest suffix of
+    `shortest` to `longest` tokens that occurs earlier in the sequence, and uses the latest of these occurrences. If
+    fewer than `limit` tokens follow this occurrence, these tokens are repeated."""
 
     def __init__(self, shortest: int = 2, longest: int = 4) -> None:
         self._shortest, self._longest = shortest, longest

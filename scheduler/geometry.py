@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 class Group:
     """Layers that keep their KV for the same length of time, or all layers with a recurrent state.
 
-    `rows` is the number of rows of one block, or of one state. In a "window" group, a query sees the last `size`
-    tokens, including its own."""
+    `rows` is the number of rows that one block, or one state, has in the pool. In a "window" group, a query sees the
+    last `size` tokens, including its own."""
 
     kind: Literal["full", "window", "state"]
     rows: int = 1
@@ -31,7 +31,7 @@ UNIFORM = (Group("full"),)
 
 
 class RowPlace(NamedTuple):
-    """A row of a request: row `row` of block `block` in group `group`. For a row of the state, `block` is 0."""
+    """A row of a request's data: row `row` of block `block` in group `group`. For a row of the state, `block` is 0."""
 
     group: int
     block: int
@@ -87,17 +87,17 @@ class Geometry:
         return self.rows_of(-(-tokens // self.block_tokens), chunk) + 2 * self.state_rows
 
     def capacity(self, num_rows: int, chunk: int, max_tokens: int = 0) -> int:
-        """Return the length in blocks of the longest request that fits into a pool of `num_rows` rows.
+        """Return how many blocks the longest request that fits into a pool of `num_rows` rows has.
 
-        Row 0 is part of `num_rows`, but holds no KV. If a request of any length fits, because every layer has a window,
-        the result is the length of `max_tokens` in blocks, or `num_rows` - 1 if that is larger.
+        Row 0 is one of the `num_rows` rows, but holds no KV. If every layer has a window, a request of any length may
+        fit. The result is then the number of blocks of `max_tokens` tokens, or `num_rows` - 1 if that is larger.
         """
         fits = range(max(num_rows, -(-max_tokens // self.block_tokens) + 1))
         return bisect_right(fits, num_rows - 1, key=lambda blocks: self.rows_for(blocks * self.block_tokens, chunk)) - 1
 
     def fork_point(self, num_prompt: int) -> int:
-        """Return the position from which another request with the same prompt computes: the end of the last block
-        before the prompt's last token."""
+        """Return the position at which another request with the same prompt starts to compute: the end of the last full
+        block that does not contain the prompt's last token, which is always computed."""
         return (num_prompt - 1) // self.block_tokens * self.block_tokens
 
     def landing_order(self, num_prompt: int, held: int) -> list[RowPlace]:
@@ -115,10 +115,10 @@ class Geometry:
         return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
 
     def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
-        """Return how many rows a node lends to a peer that computes a prompt in the node's pool, as two numbers.
+        """Return two numbers of rows that a node lends to a peer that computes a prompt in the node's pool.
 
-        The first number counts the rows that already have the KV and the state of the first `held` blocks. The second
-        number counts the rows for the other blocks and for two states. Every group gets rows for all the other blocks,
+        The first is the number of rows that already have the KV and the state of the first `held` blocks. The second
+        is the number of rows for the other blocks and for two states. Every group gets rows for all the other blocks,
         because the peer releases no rows while it computes.
         """
         held_rows, rest = self.state_rows if held else 0, -(-num_prompt // self.block_tokens) - held

@@ -39,8 +39,9 @@ class PrefixIndex:
     """Records the nodes to which each prefix block was sent. The nodes may since have evicted the blocks.
 
     The router owns one index and calls it from the router's event loop. To limit memory, the index has two generations
-    of `max_blocks / 2` blocks. An entry that is not recorded again during a whole generation is dropped. This takes a
-    third of the time of an LRU list, which would have to update the links between entries.
+    of up to `max_blocks / 2` blocks. When the young generation is full, it replaces the old one, whose entries are
+    dropped unless they were recorded again. This takes a third of the time of an LRU list, which would have to update
+    the links between entries.
     """
 
     def __init__(self, max_blocks: int = 200_000) -> None:
@@ -50,7 +51,7 @@ class PrefixIndex:
         self._old: dict[bytes, tuple[str, ...]] = {}
 
     def record(self, hashes: Sequence[bytes], *nodes: str) -> None:
-        """Record that blocks with these hashes were sent to `nodes`. At most `SCAN_LIMIT` nodes are kept per block."""
+        """Record that blocks with these hashes were sent to `nodes`. Keep the last `SCAN_LIMIT` nodes of each block."""
         before, after = NO_NODES, nodes
         for name in hashes:
             known = self._holders(name)
@@ -111,7 +112,7 @@ def place(
 ) -> Placement | None:
     """Choose the prefill node with the least work and the decode node with the most room.
 
-    Return None if there are no nodes. All given nodes are considered; the caller limits them with `candidates`.
+    Return None if there are no nodes. All given nodes are considered; the caller limits their number with `candidates`.
     `cached_tokens` maps a node id to the number of prefix tokens that this node probably has cached. `disaggregate` is
     "always", "never" or "auto". "auto" compares the chosen pair of nodes with a decode node that computes the prompt
     itself. That node is either the chosen decode node or the node with the longest prefix match, whichever is predicted
@@ -157,8 +158,8 @@ def _total(estimate: LatencyEstimate | None) -> float:
 def _prefill_work(
     node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int], saved_tokens: int
 ) -> tuple[int, int, int]:
-    """Return the sort key of a prefill node. The first part of the key is the number of tokens that the node computes
-    until the end of this prompt."""
+    """Return the sort key of a prefill node. It begins with the number of tokens that the node has to compute until the
+    end of this prompt."""
     work = node.outstanding_tokens + num_tokens - min(num_tokens, cached_tokens.get(node.id, 0)) - saved_tokens
     return work, node.running, node.placed
 
@@ -166,8 +167,8 @@ def _prefill_work(
 def _decode_load(
     node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int], saved_tokens: int
 ) -> tuple[float, int, int]:
-    """Return the sort key of a decode node. It begins with the share of KV memory or of batch slots that would be in
-    use with this request, whichever is larger."""
+    """Return the sort key of a decode node. It begins with the larger of two shares that this request would bring into
+    use: that of the KV memory, and that of the batch slots."""
     new_tokens = num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
     memory = (node.kv_tokens + node.outstanding_tokens + new_tokens) / node.kv_capacity_tokens
     places = (node.running + 1) / node.max_num_seqs

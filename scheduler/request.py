@@ -49,17 +49,17 @@ class Request:
     max_tokens: int
     min_tokens: int = 0
     stop_tokens: frozenset[int] = frozenset()
-    salt: bytes = b""  # requests share cached blocks only with requests that have the same salt
+    salt: bytes = b""  # only requests with the same salt share cached blocks
     adapter: str = ""  # digest of a LoRA adapter, for the runner; the salt differs between adapters
     priority: int = 0  # requests with smaller values run first
     receive_kv: bool = False  # a peer computes the prompt and sends its KV to this node
     send_kv: bool = False  # the request ends on this node at its first token, and its KV is sent to a peer
     shared_pool: bool = False  # the prefill node writes the prompt's KV directly into the decode node's blocks
-    needs_prompt_logprobs: bool = False  # all prompt positions have an output, so prefix hits are not used
-    speculates: bool = True  # whether guessed tokens may be verified, if the scheduler drafts
+    needs_prompt_logprobs: bool = False  # every prompt position needs an output, so no cached prefix is used
+    speculates: bool = True  # whether a scheduler with speculative decoding may guess tokens for this request
     sampling: Any = None  # a SamplingParams for the runner and the node; the scheduler does not read it
     matcher: Any = None  # a TokenMatcher for the runner, if the answer must match a grammar
-    prompt_ids: Any = None  # the prompt's distinct tokens, which the runner needs for penalties and finds once
+    prompt_ids: Any = None  # the prompt's distinct tokens for penalties; set and read by the runner
     media: tuple[MediaSpan, ...] = ()  # images of the prompt, in order
     images: Any = None  # the `Media` of each span, for the runner; None if the runner computes no image tokens
 
@@ -67,16 +67,15 @@ class Request:
     state: RequestState = RequestState.WAITING
     # Block tables, one for each attention group: see `Scheduler`.
     tables: list[list[int]] = field(default_factory=lambda: [[]])
-    # For each group, the number of leading blocks whose rows were released.
-    released: list[int] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)  # for each group, how many leading blocks were released
     reserved: list[int] = field(default_factory=list)  # rows that a peer writes, in the order of transfer
     states: list[list[int]] = field(default_factory=list)  # rows of two or three states; the first is the current one
-    # Number of tokens that have KV but are missing in the current state, because a guess after them was wrong.
+    # Number of tokens that have KV but are not in the current state, because a guess after them was wrong.
     state_lag: int = 0
     snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
     junction: int = 0  # position at which to save a state, if the cached KV reached further than any saved state
-    latest_save: Any = None  # the name of the state that was last saved while decoding
-    hashes: list[bytes] = field(default_factory=list)  # hashes computed so far of the full blocks of `tokens`, in order
+    latest_save: Any = None  # the name of the state that a decode saved last
+    hashes: list[bytes] = field(default_factory=list)  # of the first full blocks of `tokens`, as far as computed
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0  # tokens that steps in flight will sample
@@ -143,8 +142,8 @@ class StateUse:
 class Slice:
     """Tokens [start, start + count) of one request in one step. If `samples` is true, the next token is sampled.
 
-    With `drafts`, the tokens are the request's last token and the guesses after it. A token is then sampled after each
-    of these tokens.
+    If there are `drafts`, the tokens are the request's last token and the guesses after it, and a token is sampled
+    after each of them.
     """
 
     request: Request
@@ -156,7 +155,7 @@ class Slice:
     drafts: tuple[int, ...] = ()
     row: list[int] | None = None  # the tokens that the slice reads, if they differ from the request's tokens
     num_stored: int = 0  # number of leading tokens that are computed again; their KV is already stored
-    continues: bool = False  # recurrent layers compute the slice as a part of the slice before it
+    continues: bool = False  # recurrent layers merge the slice with the previous slice of the batch
 
     @property
     def end(self) -> int:

@@ -1,4 +1,4 @@
-"""The role of a node. It determines at which token a request ends on the node."""
+"""The roles of nodes. A node's role determines after which token a request ends on the node."""
 
 from dataclasses import dataclass
 from typing import Literal

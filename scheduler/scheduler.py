@@ -30,12 +30,12 @@ class StepLimits:
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
-    long_prefill_token_threshold: int = 0  # largest chunk of a prompt; 0: limited only by the budget
+    long_prefill_token_threshold: int = 0  # maximum number of tokens of a chunk; 0: limited only by the budget
     max_num_partial_prefills: int = 1  # number of prompts that a step may leave unfinished
     tile_tokens: int = 1  # a chunk ends at a multiple of this number, unless the chunk would then be empty
 
 
-MAX_ENDED = 64  # the queue keeps up to this many ended requests, plus one for each request that waits
+MAX_ENDED = 64  # the waiting queue may contain this many ended requests, plus one for each request that still waits
 AUDIT_STEPS = 64  # steps between two checks of the ledger against all requests; a cheaper check follows every step
 
 
@@ -71,8 +71,8 @@ class SchedulerCounters:
 
 BY_PRIORITY = attrgetter("priority", "arrival")
 # When a request is admitted, blocks are kept free for this share of the tokens that running requests may still
-# generate. Most requests stop early; if the blocks do not suffice, requests are preempted. SGLang calls the share the
-# new-token ratio, and caps the number of tokens in the same way.
+# generate, of which at most GROWTH_CAP_TOKENS count per request. Most requests stop early; if the blocks do not
+# suffice, requests are preempted. SGLang does the same, and calls the share the new-token ratio.
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 
@@ -87,15 +87,16 @@ class Scheduler:
     Guarantees: No step exceeds its budget or limits, except for a prompt that may not be chunked. Every slice has
     blocks for its tokens. Waiting requests are admitted in order of priority, then arrival. If a request fails in
     `update`, only this request ends, with finish "error". Rows are not reused while a step in flight or a peer may
-    write to them. After an error in the block ledger, the scheduler continues; the driver reports `ledger_error`.
+    write to them. After an error in the block ledger, the scheduler continues, and the driver reports `ledger_error`.
 
     `Request.tables` has one table for each attention group of the geometry. Row r of block b is at index b * rows + r.
     If no later query sees a block, its rows are released and their entries become 0, the dummy row.
 
     If the model has recurrent states, a slice reads the state from one set of rows and writes the new state to another
     set, so that the slice can be run again. A slice with guesses also saves the state before the guesses to a third
-    set. If a guess was wrong, the third set becomes the current state, so the next slice computes right guesses again.
-    Saved states ("snapshots") have names, as blocks do. A request with a cached prefix starts from a snapshot.
+    set. If a guess was wrong, the third set becomes the current state, and the next slice again computes the guesses
+    that were right. Saved states ("snapshots") have names, as blocks do. A request with a cached prefix starts from a
+    snapshot.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class Scheduler:
     ) -> None:
         """Create a scheduler for a pool of `num_rows` rows.
 
-        If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens. States are saved at the
-        end of the last whole block of a prompt and, unless `state_interval` is 0, at multiples of `state_interval`.
+        If `budget` is None, every step may have up to `limits.max_num_batched_tokens` tokens. While a prompt is
+        computed, states are saved at multiples of `state_interval` tokens (if it is not 0): see `_save_at`.
         """
         self.limits = limits
         self.policy = policy
@@ -156,7 +157,7 @@ class Scheduler:
         self._wait(request)
 
     def cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request are in the prefix cache now. The request need not be added yet."""
+        """Return how many tokens of a request, which may not have been added yet, are in the prefix cache now."""
         extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
         return self._cached_prefix(request)[0] * self.block_tokens
 
@@ -187,7 +188,8 @@ class Scheduler:
     def abort(self, request: Request, writer_stopped: bool = True) -> list[int]:
         """End a request in any state. Do nothing if the request is unknown or has ended.
 
-        Return the quarantined blocks. The caller must pass them to `pool.clear` when the peer has stopped.
+        If a peer may still write to the request's blocks (`writer_stopped` is false), quarantine and return these
+        blocks. The caller must pass them to `pool.clear` when the peer has stopped.
         """
         if self.requests.get(request.id) is not request:
             return []
@@ -254,10 +256,9 @@ class Scheduler:
     ) -> list[StepOutput]:
         """Process the results of a step and return one output for each slice whose request has not ended.
 
-        `tokens[i]` are the tokens that slice i sampled: its right guesses before the first wrong one, and one more
-        token. If `failed[i]` is true, or if processing slice i raises an exception, the slice's request ends with
-        finish "error".
-        Steps must be passed in the order in which `schedule` returned them.
+        `tokens[i]` are the tokens that slice i sampled: the guesses before its first wrong guess, and one more token.
+        If `failed[i]` is true, or if processing slice i raises an exception, the slice's request ends with finish
+        "error". Steps must be passed in the order in which `schedule` returned them.
         """
         outputs = self._finish_gathered(step.decodes) if step.decodes else []
         for index, slice_ in enumerate(step.slices):
@@ -350,7 +351,7 @@ class Scheduler:
     # ---- drafts ---------------------------------------------------------------------------------------------
 
     def _add_drafts(self, step: Step, speculation: Speculation) -> None:
-        """Extend decodes of the step by guessed tokens, as far as the budget and the free blocks allow.
+        """Add guessed tokens to decodes of the step, as far as the budget and the free blocks allow.
 
         A request gets no guesses while a step in flight has yet to sample its last token. While a step verifies a
         request's guesses, no other step contains this request.
@@ -361,7 +362,7 @@ class Scheduler:
             if not slice_.is_decode or slice_.end > len(request.tokens) or request.send_kv or not request.speculates:
                 continue
             limit = min(speculation.num_tokens, request.remaining_tokens)
-            if not limit or not self._can_return(slice_):  # with 0, the request ends
+            if not limit or not self._can_return(slice_):  # if `limit` is 0, the request ends with this step
                 continue
             slices.append(slice_)
             found = speculation.drafter.find(request, limit)
@@ -383,8 +384,8 @@ class Scheduler:
                 step.work.add_draft(context)
 
     def _can_return(self, slice_: Slice) -> bool:
-        """Return whether the state before the guesses of a slice can be saved. Take rows for that state if
-        necessary."""
+        """Return whether the slice can save its state before the guesses, so that the request can return to that state.
+        Take rows for this if necessary."""
         request, rows = slice_.request, self.geometry.state_rows
         if slice_.state is None or len(request.states) > 2:
             return id(slice_) not in self._saves
@@ -394,8 +395,8 @@ class Scheduler:
         return True
 
     def _allot_drafts(self, slice_: Slice, count: int) -> int:
-        """Allocate blocks for up to `count` guessed tokens, and return how many of the tokens have blocks. Do not take
-        blocks that running requests will need soon."""
+        """Allocate blocks for up to `count` guessed tokens, but leave the blocks that running requests will need soon.
+        Return for how many guessed tokens there are blocks."""
         request, missing = slice_.request, self._missing(slice_.request, count)
         if missing and missing + self._growth_of_running() > self.pool.available:
             count = self._num_blocks(request) * self.block_tokens - slice_.end
@@ -407,9 +408,11 @@ class Scheduler:
     def _gather_decodes(self, step: Step) -> list[Request] | None:
         """Add all decodes to `step.decodes`, and return the other running requests.
 
-        Return None and change nothing if scheduling with slices might give another result. Reasons are too few free
-        blocks, drafts, several groups of layers, and a policy that does not mix steps or schedules prompts first.
-        Another reason is a running request that is in a step in flight, sends its KV, or has one prompt token left.
+        Return None and change nothing if scheduling with slices might give another result. This is the case:
+
+        - with speculation, several groups of layers, or a policy that does not mix steps or schedules prompts first
+        - if a running request is in a step in flight, sends its KV, or has only its last prompt token left to compute
+        - if there are too few free blocks
         """
         if self.speculation or not self.policy.mixed or self.policy.prompts_first or not self.geometry.is_uniform:
             return None
@@ -438,7 +441,7 @@ class Scheduler:
         return others
 
     def _finish_gathered(self, decodes: Sequence[Request], count: int = 1, token: int = 0) -> list[StepOutput]:
-        """Finish `count` steps of all `decodes`: append the last step's token. Return the outputs of ended requests."""
+        """Append the token of the last of `count` steps to all `decodes`. Return the outputs of requests that end."""
         size, ended = self.block_tokens, list[StepOutput]()
         self.counters.generated_tokens += count * len(decodes)
         for request in decodes:
@@ -455,9 +458,10 @@ class Scheduler:
         return ended
 
     def num_decode_only(self, most: int) -> int:
-        """Return how many of the next steps only decode each running request once, if no command arrives.
+        """Return how many of the next steps, at most `most`, do nothing but decode each running request once.
 
-        The result is at most `most`. It is 0 with drafts or several groups, or if a request has no token yet.
+        This assumes that no command arrives. The result is 0 with speculation or several groups of layers, or if a
+        running request has not generated a token yet.
         """
         if not self.running or self.speculation or not self.geometry.is_uniform or not self._is_closed():
             return 0
@@ -480,11 +484,10 @@ class Scheduler:
         return not (self.policy.mixed or self.policy.prompts_first or waiting.receive_kv)
 
     def skip_decodes(self, count: int, token: int = 0) -> list[StepOutput]:
-        """Apply the effect of `count` steps in which every running request decodes once and samples `token`.
+        """Apply the effect of `count` steps, in each of which every running request decodes once and samples `token`.
 
-        Return the outputs of the requests that end in the last of these steps.
-
-        `count` must be at most `num_decode_only`, and no request may have `token` as a stop token.
+        Return the outputs of the requests that the last step ends. `count` must be at most the result of
+        `num_decode_only`, and `token` must not be a stop token of a running request.
         """
         running, size = tuple(self.running), self.block_tokens
         events: list[tuple[int, bool, int, int]] = []  # (step, whether a block becomes full, index, position)
@@ -528,7 +531,8 @@ class Scheduler:
     def _admit(self, step: Step, partial: int, may_compute: bool) -> None:
         """Admit waiting requests in order, and stop at the first that has to wait.
 
-        Requests that receive their KV compute nothing, so they are admitted even if the step may not compute prompts.
+        `partial` is the number of prompts that the step leaves unfinished so far. If `may_compute` is false, only
+        requests that receive their KV are admitted, because they compute nothing.
         """
         growth = None
         while (request := self._next_waiting()) is not None:
@@ -559,7 +563,7 @@ class Scheduler:
                 self._allot(request, count)
                 partial += is_partial
             growth += own_growth + needed - (available - self.pool.available)
-            if count:  # `_take_slice` may take rows for a snapshot, which are not part of the request's growth
+            if count:  # comes last, because `growth` must not include rows that `_take_slice` takes for a snapshot
                 self._take_slice(step, request, count)
 
     def _may_start(self, count: int, is_partial: bool, num_partial: int) -> bool:
@@ -598,7 +602,7 @@ class Scheduler:
         return count
 
     def _cached_prefix(self, request: Request) -> tuple[int, list[list[int]]]:
-        """Return the length in blocks of the cached prefix from which the request can start, and the prefix's rows.
+        """Return the number of cached blocks from which the request can start, and the rows of this cached prefix.
 
         The rows are one list for each attention group's table, then a list for the snapshot (empty without states).
         The last token is always computed, to get its logits. A request that receives KV uses only blocks of "full"
@@ -625,8 +629,8 @@ class Scheduler:
             if geometry.state_rows and self.pool.find((states, names[blocks - 1])) is None:
                 continue
             rows_found = self._prefix_rows(request, blocks)
-            # When it starts, the request holds the prefix in addition to what it needs. A prefix that would not fit is
-            # shortened; otherwise the request could never start.
+            # When the request starts, it holds the rows of the prefix in addition to those that it needs. If both do
+            # not fit into the pool, try a shorter prefix; otherwise, the request could never start.
             num_rows = self._rows_needed(request, blocks) + sum(bool(row) for rows in rows_found for row in rows)
             if rows_found and num_rows <= self.pool.total:
                 request.junction = longest * self.block_tokens if blocks < longest else 0
@@ -635,8 +639,8 @@ class Scheduler:
         return 0, none
 
     def _prefix_rows(self, request: Request, blocks: int, only_full: bool = False) -> list[list[int]]:
-        """Return the rows of a cached prefix of `blocks` blocks, or [] if a block that a later query sees is
-        missing."""
+        """Return the cached rows of the request's first `blocks` blocks. Blocks that no later query sees get row 0.
+        Return [] if another block is not cached."""
         found: list[list[int]] = []
         for index, group in enumerate(self.geometry.attention):
             hidden = self.geometry.first_block(group, blocks * self.block_tokens)
@@ -667,7 +671,7 @@ class Scheduler:
             self.counters.cache_hits += request.num_computed
 
     def _reserve(self, request: Request, step: Step) -> None:
-        """Reserve the rows that the peer will write, and allocate the other rows that the request needs."""
+        """Reserve the rows that the peer will write, and allocate the further rows that the request needs."""
         geometry, held, num_prompt = self.geometry, request.num_computed // self.block_tokens, len(request.tokens)
         if request.shared_pool:  # the peer computes the prompt here, so the request needs all rows of a running request
             self._allot(request, num_prompt - request.num_computed)
@@ -698,9 +702,9 @@ class Scheduler:
     # ---- blocks ---------------------------------------------------------------------------------------------
 
     def _make_room(self, request: Request, count: int, step: Step) -> int:
-        """Allocate blocks for `count` more tokens, preempting later requests if necessary.
+        """Allocate blocks for up to `count` more tokens. If blocks are missing, preempt later requests.
 
-        Return how many of the tokens now have blocks: 0 means that the request has to wait or was itself preempted.
+        Return for how many tokens there are blocks now. If the result is 0, the request waits or was itself preempted.
         """
         if request.num_scheduled + count <= self._num_blocks(request) * self.block_tokens:  # true for most decodes
             return count
@@ -723,8 +727,7 @@ class Scheduler:
         return count
 
     def _give_up_third_state(self) -> bool:
-        """Release the rows of the third state of one request that is in no step in flight. Return whether any rows were
-        released."""
+        """Release the third state of a running request that is in no step in flight. Return False if there is none."""
         spare = (one for one in self.running if len(one.states) > 2 and not one.num_in_flight)
         if self.speculation is None or (request := next(spare, None)) is None:
             return False
@@ -743,7 +746,7 @@ class Scheduler:
         return self._missing_blocks(request, count) * self.geometry.block_rows
 
     def _rows_needed(self, request: Request, num_held: int) -> int:
-        """Return how many rows a waiting request needs for its tokens, in addition to those of its cached prefix."""
+        """Return how many rows a waiting request needs for its tokens in addition to its `num_held` cached blocks."""
         if request.receive_kv:
             if request.shared_pool:
                 return self.geometry.lent_rows(len(request.tokens), num_held)[1]
@@ -755,7 +758,7 @@ class Scheduler:
         return self.budget.ceiling if self.policy.chunked else max(1, request.num_tokens)
 
     def _growth(self, request: Request) -> int:
-        """Return how many rows a running request still needs for its whole prompt and for part of its answer."""
+        """Return how many more rows a running request needs for the rest of its prompt and for part of its answer."""
         rest = max(0, cdiv(request.num_tokens, self.block_tokens) - self._num_blocks(request))
         if self.geometry.is_uniform:
             return rest + self._answer_rows(request)
@@ -770,9 +773,9 @@ class Scheduler:
     def _victim(self, request: Request, step: Step) -> Request | None:
         """Return the request to preempt so that `request` gets blocks, or None if `request` has to wait.
 
-        The victim is the last running request that is not in this step yet, possibly `request` itself. A request that
-        sends its KV is never preempted, because a transfer reads its blocks. If all later requests are in this step,
-        `request` waits for them.
+        The victim is the last later request that is not in this step yet and does not send its KV, which a transfer
+        reads. If all later requests are in this step, `request` waits for them. Otherwise, `request` is the victim,
+        unless it sends its KV or is the only running request.
         """
         taken = {id(slice_.request) for slice_ in step.slices}
         later = self.running[self.running.index(request) + 1 :]
@@ -859,21 +862,21 @@ class Scheduler:
         return StateUse(read, tuple(request.states[0]), save_at if save else 0, save)
 
     def _growth_of_running(self) -> int:
-        """Return how many rows all running requests still need (see `_growth`). The rows are counted once in each step.
+        """Return how many more rows all running requests need (see `_growth`). The number is computed once per step.
 
-        A state is saved only if more rows than these are available. If a saved state took a row that a request needs
-        to decode, that request would preempt another request, which would be admitted and preempted repeatedly.
+        A state is saved only if these rows remain available. If a saved state took a row that a request needs to
+        decode, that request would preempt another request, which would be admitted and preempted repeatedly.
         """
         if self._growth_counted[0] != self._steps:
             self._growth_counted = self._steps, sum(map(self._growth, self.running))
         return self._growth_counted[1]
 
     def _save_at(self, request: Request, slice_: Slice) -> int:
-        """Return the position in the slice at which to save the state, or 0.
+        """Return the position in the slice at which to save the state, or 0 to save no state.
 
-        While a prompt is computed, states are saved at multiples of the interval and at the end of the prompt's last
-        whole block. If no state was found at the end of the cached KV, a state is saved there too. Each decode that
-        completes a block saves a state.
+        While a prompt is computed, states are saved at multiples of the interval and at the end of the last full block
+        before the prompt's last token. If no state was found at the end of the cached KV, a state is saved there too.
+        Each decode that completes a block saves a state.
         """
         if slice_.is_decode:
             return 0 if slice_.end % self.block_tokens else slice_.end
@@ -969,7 +972,8 @@ class Scheduler:
 def _between_images(request: Request, start: int, count: int, *, may_extend: bool = False) -> int:
     """Return `count`, changed so that the chunk does not end inside an image whose tokens attend to each other.
 
-    A chunk that begins at such an image gets all of it if `may_extend` is set, and none of it otherwise.
+    A chunk that begins at such an image and is too short for it is extended to its end if `may_extend` is set.
+    Otherwise, the result is 0.
     """
     for span in request.media:
         if span.is_atomic and span.start < start + count < span.end:

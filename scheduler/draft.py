@@ -77,11 +77,8 @@ def choose_counts(
     """
     longest = max((one.limit for one in candidates), default=0)
     if cost is None:
-        return (
-            _fill(candidates, work, None, limits, longest, pass_s)[0]
-            if limits.seconds == inf
-            else [0] * len(candidates)
-        )
+        depth = longest if limits.seconds == inf else 0
+        return _fill(candidates, work, None, limits, depth, pass_s)[0]
     depths = range(longest + 1) if pass_s else (longest,)
     filled = [_fill(candidates, work, cost, limits, depth, pass_s) for depth in depths]
     counts, _ = max(filled, key=lambda one: one[1])

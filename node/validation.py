@@ -110,4 +110,4 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 def _check(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # false for NaN too
-        raise ValueError(f"{name} is {value!r:.40}: it must be from {low:g} to {high:g}")
+        raise ValueError(f"{name} is {value!r:.40}: it must be from {low} to {high}")

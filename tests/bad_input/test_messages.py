@@ -171,7 +171,7 @@ WRONG_SUBMITS: list[tuple[SubmitRequest, str]] = [
             ({"ends": pack_ids([3, 10])}, "token of sampling.thinking.ends is 10"),
         )
     ),
-    (replace(SUBMIT, grammar="x" * (MIB + 1)), "length of grammar is 1048577"),
+    (replace(SUBMIT, grammar="x" * (MIB + 1)), "length of grammar is 1048577: it must be from 0 to 1048576"),
     (replace(SUBMIT, sampling=SamplingParams(logit_bias={1: math.nan})), "value of sampling.logit_bias is nan"),
     (replace(SUBMIT, sampling=SamplingParams(logit_bias=dict.fromkeys(range(301), 0.0))), "number of sampling.logit_bias"),
     (replace(SUBMIT, max_tokens=0), "max_tokens is 0"),

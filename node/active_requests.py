@@ -1,4 +1,4 @@
-"""The requests in progress on this node: registers them, posts their commands to the engine, and ends them."""
+"""The requests in progress on this node: registers them, gives them to the engine, and ends them."""
 
 import asyncio
 import logging
@@ -25,17 +25,17 @@ from shared.rpc.messages import Media, SubmitRequest, TokenDelta, unpack_ids
 
 log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
-MAX_TOKENS = 1 << 23  # limit of the submitted tokens of all requests together: 300 MB at 36 bytes per token
+MAX_TOKENS = 1 << 23  # maximum number of submitted tokens of all requests together: 300 MB at 36 bytes per token
 PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as one token, so images take at most 1 GiB
-MAX_POOLS = 16  # if this many KV pools hold more than MAX_TOKENS tokens, the limit is the number that they hold
+MAX_POOLS = 16  # if this many KV pools of the node's size hold more tokens than MAX_TOKENS, that number is the limit
 
 
 class OverloadedError(ValueError):
     """This node does not accept the request now, but another node may."""
 
 
-# Ends the handoff of the aborted request with the given id. Returns True if the callee itself returns the request's
-# blocks to the scheduler.
+# Ends the handoff of an aborted request, given the request's id. Returns True if the callee itself returns the
+# request's blocks to the scheduler.
 AbortHandoff = Callable[[str], bool]
 
 
@@ -55,12 +55,12 @@ class RequestRules:
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """One request in progress. `num_tokens` is the number of tokens that the request had when it was submitted."""
+    """One request in progress. `num_tokens` is what the request counts toward `ActiveRequests.num_tokens`."""
 
     request: Request
     router: str
     num_tokens: int
-    abort_handoff: AbortHandoff | None  # a method of the role adapter; None without a handoff
+    abort_handoff: AbortHandoff | None  # `RoleAdapter.on_abort`; None for a request without a handoff
     matcher: "asyncio.Future[TokenMatcher] | None" = None  # done when the request's grammar is compiled
     encoding: "asyncio.Task[None] | None" = None  # done when the request's images are encoded
 
@@ -68,7 +68,7 @@ class ActiveRequest:
 def _refusal(pooling: str) -> str:
     if pooling in {"", "logits"}:
         return "This checkpoint has no output head, so it can only make embeddings (/v1/embeddings)."
-    return "Embeddings need hidden states, and the nodes run this model in a way that has none: see `baton models`."
+    return "Embeddings need hidden states, which the nodes' runner does not return for this model: see `baton models`."
 
 
 class ActiveRequests:
@@ -90,7 +90,7 @@ class ActiveRequests:
         images: ImageEncoding | None = None,
     ) -> None:
         """`images` is None if the node encodes no images."""
-        self.num_tokens = 0  # sum over all entries
+        self.num_tokens = 0  # submitted tokens of all entries, where images count as PIXEL_BYTES_PER_TOKEN defines
         self._entries: dict[str, ActiveRequest] = {}
         self._state = state
         self._engine = engine
@@ -193,11 +193,11 @@ class ActiveRequests:
             raise ValueError(f"request {request_id} is already on this node")
         if len(self._entries) >= self._rules.max_requests or self.num_tokens + num_tokens > self._max_tokens:
             raise OverloadedError(
-                f"this node has {len(self._entries)} requests of {self.num_tokens} tokens: no more fit"
+                f"this node has {len(self._entries)} requests with {self.num_tokens} tokens in total: no more fit"
             )
 
     def _compile(self, grammar: str) -> "asyncio.Future[TokenMatcher] | None":
-        """Begin to compile a grammar on a thread, because a large grammar can take a second."""
+        """Begin to compile a grammar, which can take a second, on another thread. Return None if there is none."""
         if not grammar or self._rules.grammars is None:
             return None
         return self._loop.run_in_executor(self._compiler, TokenMatcher, self._rules.grammars, grammar)
@@ -341,7 +341,7 @@ class ActiveRequests:
             is_handled = entry.abort_handoff is not None and entry.abort_handoff(request_id)
         except Exception:
             log.exception("aborting request %s failed", request_id)
-            # Another node may still write into the blocks, so they stay in quarantine.
+            # Another node may still write into the blocks, so the scheduler quarantines them.
             is_handled = writer_stopped = False
         if is_handled:
             self._recorder.event(request_id, "ended", at_ns, reason=reason)

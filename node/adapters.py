@@ -58,7 +58,7 @@ class RuntimeAdapters:
         await self._announcer.update(self._node.state.info)
 
     async def _remove(self, model: ModelAdapters, digest: str) -> None:
-        """Wait until no request uses an adapter, and free its memory, unless the adapter was loaded again meanwhile."""
+        """Wait until no request uses an adapter. Then free its memory, unless it has been loaded again."""
         await wait_until(lambda: not self._node.requests.has_adapter(digest), inf, POLL_S)
         async with self._lock:
             if digest in self._held and digest not in self._node.state.info.adapters.values():

@@ -12,7 +12,7 @@ from shared.kv.channel import KVChannel
 
 
 class EmulatedLink:
-    """A link that carries one push at a time: each push of the node begins when the node's previous push ends."""
+    """A link that carries one push at a time: each push begins when the node's previous push has ended."""
 
     def __init__(self, channel: KVChannel, emulation: Emulation, block_tokens: int) -> None:
         self._channel = channel
@@ -30,5 +30,5 @@ class EmulatedLink:
         await asyncio.sleep(ends - loop.time())
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the real channel. Only `push` is emulated."""
+        """Return an attribute of the real channel, because only `push` is emulated."""
         return getattr(self._channel, name)

@@ -1,4 +1,4 @@
-"""Receives and records the steps of a vLLM server. A plugin in the server (deploy/vllm_steps) reports each step to a
+"""Receives and records the steps of a vLLM server, each of which a plugin in the server (deploy/vllm_steps) sends to a
 Unix socket."""
 
 import asyncio
@@ -25,7 +25,7 @@ UNKNOWN = 2**31 - 1  # serial number for requests that did not come through this
 class EngineStep:
     """One step, as the plugin reports it.
 
-    For the requests that began in this step, `cached_tokens` counts the tokens whose KV was in the prefix cache or came
+    `cached_tokens` is the number of tokens of requests that began in this step whose KV was in the prefix cache or came
     from another engine. `max_num_seqs` and `max_step_tokens` are limits of the server.
     """
 
@@ -70,11 +70,11 @@ def read_step(data: bytes) -> EngineStep:
 
 
 def work_of(step: EngineStep, requests: Iterable[RequestProgress]) -> tuple[StepWork, bytes]:
-    """Return the work of a step, and its members as in `StepRecord`. Advance the progress of `requests`.
+    """Return the work of a step, and the value of `StepRecord.members`. Advance the progress of `requests`.
 
-    `requests` must be in the order of arrival. vLLM reports only totals. It computes prompts in the order of arrival,
-    so the step's prompt tokens are assigned to `requests` in this order. The context of the decodes is estimated as the
-    mean context of the requests that decode.
+    vLLM reports only totals. It computes prompts in the order of arrival, so the step's prompt tokens are assigned to
+    `requests`, which must be in this order. The context of each decode is estimated as the mean context of the requests
+    that decode.
     """
     work, prompts, decodes = StepWork(), array("i"), array("i")
     left, cached, context = step.prefill_tokens, step.cached_tokens, 0
@@ -108,7 +108,7 @@ class StepTracker:
         self._before: EngineStep | None = None
 
     def add(self, step: EngineStep, requests: Iterable[RequestProgress], free: int, owned: int) -> None:
-        """Record a step. `free` and `owned` are numbers of blocks."""
+        """Record a step. `free` and `owned` are the numbers of blocks in these states."""
         work, members = work_of(step, requests)
         before, self._before = self._before, step
         host_us = 0
@@ -178,6 +178,6 @@ class StepSocket:
                 try:
                     self.latest = read_step(self._socket.recv(MAX_BYTES))
                 except ValueError as error:
-                    log.warning("a report of a step is ignored: %s", error)
+                    log.warning("ignored an invalid report of a step: %s", error)
                     continue
                 self.on_step(self.latest)

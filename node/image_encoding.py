@@ -25,8 +25,8 @@ log = logging.getLogger("baton.node")
 T = TypeVar("T")
 WAIT_S = 1.0  # a reply takes at most about this long; if the image is not encoded by then, the reply has no features
 CALL_S = 5.0  # a node that does not reply within this time is frozen or gone
-FETCH_S = 30.0  # a node that sends no part of the features for this long is not waited for
-PAUSE_S = 0.05  # between two calls, if the first had no features
+FETCH_S = 30.0  # a fetch fails after this many seconds without a part of the features
+PAUSE_S = 0.05  # seconds to wait after a reply without features
 PART_BYTES = 4 << 20  # maximum size of the features in one reply, so that a reply does not delay tokens
 MAX_FOR_PEERS = 64  # maximum number of images that a node encodes at once for other nodes
 
@@ -43,7 +43,7 @@ class ImageEncoding:
         self._state, self._encoder, self._tasks, self._call_s = state, encoder, tasks, call_s
         self.num_fetched = 0  # images whose features came from another node
         self._encoding: dict[bytes, asyncio.Future[ImageFeatures]] = {}  # the images that are encoded here, by digest
-        self._queued: dict[bytes, Media] = {}  # those of them whose turn has not come
+        self._queued: dict[bytes, Media] = {}  # those images of `_encoding` that wait for their turn
         self._is_encoding = False
         self._fetching: dict[bytes, asyncio.Future[ImageFeatures | None]] = {}
         self._num_waiting = Counter[asyncio.Future[Any]]()  # requests that wait for each future
@@ -87,7 +87,7 @@ class ImageEncoding:
             future.cancel()
 
     def _encode(self, image: Media) -> "asyncio.Future[ImageFeatures]":
-        """Queue the image for a thread, unless this was done already. Return a future for the features."""
+        """Queue the image for a thread, unless it is queued or being encoded. Return a future for the features."""
         encoding = self._encoding.get(image.digest)
         if encoding is None:
             encoding = self._encoding[image.digest] = asyncio.get_running_loop().create_future()
@@ -109,15 +109,14 @@ class ImageEncoding:
                 encoding.set_result(encoded.result())
             else:
                 encoding.set_exception(error)
-                encoding.exception()  # no warning if all requests that waited have ended
+                encoding.exception()  # otherwise, asyncio would log the error if no request waits any more
             self._encode_next()
 
         asyncio.get_running_loop().run_in_executor(thread, self._encoder.features, image).add_done_callback(done)
         thread.shutdown(wait=False)
 
     async def _fetch(self, image: Media) -> ImageFeatures | None:
-        """Fetch the features from the node that encodes the image, and keep them. Return None if this is not
-        possible."""
+        """Fetch the features from the node that encodes the image, and keep them. Return None if this fails."""
         num_tokens, first, parts = image.rows * image.columns, 0, []
         request = EncodeRequest(self._state.info.fingerprint, replace(image, encoder=""))
         channel, deadline = RpcChannel(image.encoder), time.monotonic() + FETCH_S

@@ -42,8 +42,8 @@ RpcHandler = Callable[[Any], Awaitable[None]]
 class RoleAdapter:
     """The part of a handoff that a node of one role performs. Used on the event loop.
 
-    An exception in an `on_...` method fails only the request that the method was called for. Every role implements
-    `on_abort`. The other methods do nothing by default.
+    An exception in an `on_...` method fails only the request for which the method was called. Every role implements
+    `on_abort`. The other `on_...` methods do nothing by default.
     """
 
     role: Role
@@ -80,7 +80,7 @@ class RoleAdapter:
         raise NotImplementedError
 
     def on_writer_lost(self, writer: str) -> None:
-        """Handle the end of the last connection of a process that was able to write into this node's KV pool."""
+        """Handle the loss of a process that could write into this node's KV pool: its last connection has ended."""
 
 
 class Node:
@@ -88,8 +88,8 @@ class Node:
 
     `NodeProcess` creates the node on the event loop, gives it the first role, and starts, drains and closes it. The
     node owns the engine, the sessions with routers, the requests in progress and the role adapters. `make_adapter`
-    creates the adapter of a role when the node takes that role for the first time. `fatal_error` is set when the engine
-    has failed or has made no progress for too long; the process then exits.
+    creates the adapter of a role when the node first takes that role. When the engine has failed or has made no
+    progress for too long, `fatal_error` gets a result, and the process exits.
     """
 
     role: RoleAdapter  # the adapter of the current role
@@ -165,8 +165,8 @@ class Node:
         self.state.info = replace(self.state.info, **changes)
 
     async def between_steps(self, work: Callable[[], object]) -> None:
-        """Run `work` on the engine's thread, between two steps, and wait until it has run or the engine has failed. If
-        `work` raises an exception, raise the exception again."""
+        """Run `work` on the engine's thread between two steps, and wait until it has run or the engine has failed. If
+        `work` raises an exception, raise it again."""
         done: asyncio.Future[Exception | None] = self._loop.create_future()
 
         def command(_: Scheduler) -> None:
@@ -189,13 +189,12 @@ class Node:
             self.sessions.publish_stats(self.stats())
 
     def failure(self) -> str:
-        """Return why the process must be restarted, or "". If the result is not "", the engine has failed or the
-        watchdog has found a stuck part, and the process will exit soon."""
+        """Return why the process must be restarted, or "". A process that must be restarted will exit soon."""
         is_failed = self.state.is_stuck or self.fatal_error.done()
         return "the engine has failed or makes no progress" if is_failed else ""
 
     def refusal(self) -> str:
-        """Return why the node takes no requests, or "". Routers connect only after the node has run its first steps."""
+        """Return why the node takes no requests, or "". Routers connect only after the first steps (`_warm_up`)."""
         return self.state.refusal or ("" if self.sessions.num_routers else "no router is connected to this node")
 
     def stats(self) -> NodeStats:
@@ -288,8 +287,8 @@ class Node:
         return handlers if self.images is None else handlers | {ENCODE: unary(self.images.serve)}
 
     async def _call(self, rpc: Rpc[Any, Any], stream: Any) -> None:
-        """Pass the call to the adapter that serves this RPC. Only the adapter of the current role makes new
-        reservations."""
+        """Pass the call to the adapter that serves this RPC, also after a change of role. Only the adapter of the
+        current role makes new reservations."""
         adapters = [each for each in self._adapters.values() if each is self.role or rpc is not RESERVE]
         handler = next((each.handlers[rpc] for each in adapters if rpc in each.handlers), None)
         await (handler or unary(partial(self._refuse, rpc)))(stream)

@@ -25,7 +25,7 @@ log = logging.getLogger("baton.node")
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """The progress of a request after a step. The request's KV is sent; its first `num_computed` tokens have KV."""
+    """The progress of a request that sends its KV, after a step. The first `num_computed` tokens have KV."""
 
     request: Request
     num_computed: int
@@ -60,7 +60,7 @@ class OutputPublisher(EngineListener):
         self._post: Callable[..., object]
         self._subscriber: OutputSubscriber
         self._releasing: list[tuple[Request, asyncio.Future[None]]] = []
-        # Number of prompt positions whose logprobs were published, by request id.
+        # By request id: the request, and the number of its prompt positions whose logprobs were published.
         self._scored: dict[str, tuple[Request, int]] = {}
 
     def subscribe(self, subscriber: OutputSubscriber) -> None:
@@ -70,7 +70,7 @@ class OutputPublisher(EngineListener):
         self._post = asyncio.get_running_loop().call_soon_threadsafe
 
     def release(self, scheduler: Scheduler, request: Request, done: "asyncio.Future[None]") -> None:
-        """Abort a request, and complete `done` once no launched step computes it."""
+        """Abort a request, and complete `done` when all launched steps that compute the request have ended."""
         scheduler.abort(request)
         self._releasing.append((request, done))
 
@@ -86,7 +86,7 @@ class OutputPublisher(EngineListener):
         self.snapshot = SchedulerSnapshot(scheduler.ledger(), running, scheduler.num_waiting)
         if scheduler.ledger_error and not self.ledger_error:
             self.ledger_error = scheduler.ledger_error
-            log.error("the block ledger is broken; new requests are rejected, restart this node: %s", self.ledger_error)
+            log.error("the block ledger is broken; this node rejects new requests, restart it: %s", self.ledger_error)
         self._recorder.turned(self.snapshot)
 
     def on_receiving(self, requests: list[Request]) -> None:

@@ -20,8 +20,8 @@ OK: Answer = (HTTPStatus.OK, "ok\n")
 class NodeProbes(Collector):
     """Reports the state of a node to an orchestrator. Runs on the event loop.
 
-    `stats` returns the node's description and statistics, or None while there are none. `failure` returns the reason
-    why the node's process must be restarted, or "". `refusal` returns the reason why the node takes no requests, or "".
+    `stats` returns the node's description and statistics, or None if they are not known yet. `failure` returns why the
+    node's process must be restarted, or "". `refusal` returns why the node takes no requests, or "".
     """
 
     def __init__(

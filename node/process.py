@@ -53,9 +53,9 @@ from shared.rpc.methods import ATTACH, SET_ADAPTER, SET_ROLE, RpcServer, unary
 
 log = logging.getLogger("baton.node")
 EXIT_ENGINE_FAILED = 70
-POOL_OWNER_S = 300.0  # how long a prefill node waits at its start for the owner of its shared pool
+POOL_OWNER_S = 300.0  # how long a starting prefill node waits for the decode node that owns its shared pool
 GRACE_S = 1.0  # how long a stuck process waits before it exits, so that its event loop can report the problem
-NO_BLOCKS = 2  # blocks of a node without its own pool: the minimum that a scheduler accepts
+NO_BLOCKS = 2  # size of the scheduler's pool in a node that computes in another node's pool: the minimum
 
 # Makes the adapter of a role. The arguments are the node, its KV memory, its channels (best first) and the maximum
 # number of seconds that a reservation waits for blocks.
@@ -104,8 +104,8 @@ def _budget(settings: NodeSettings) -> Budget:
 
 
 def _speculation(settings: NodeSettings, drafter: Drafter | None) -> Speculation | None:
-    """Return how the node guesses tokens: with `drafter`, or by prompt lookup if this is configured. Return None if the
-    node guesses no tokens."""
+    """Return how the node guesses tokens: by prompt lookup if that is configured, otherwise with `drafter`. Return None
+    if the node guesses no tokens."""
     config = settings.speculation
     if config is not None and config.method == "ngram":
         drafter = PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max)
@@ -128,7 +128,7 @@ async def open_channels(
 ) -> list[KVChannel]:
     """Open the node's KV channels and return them, best first.
 
-    `on_writer_lost` is not called for TCP, because the receiver of a TCP push rejects late writes itself.
+    `on_writer_lost` is not called for the TCP channel, which rejects late writes itself.
     """
     memory, timeout_s, wanted = components.memory, settings.push_timeout_s, settings.kv_channel
     local: type[LocalChannel[Any]] = CudaIpcChannel if isinstance(memory, DeviceMemory) else ShmChannel
@@ -318,10 +318,10 @@ def _on_pool_owner_lost(lifetime: ProcessLifetime, node: Node) -> None:
 
 
 def leave_shared_pool(node: Node) -> None:
-    """Exit at once if a step may still write into the shared pool.
+    """Exit the process at once if a step may still write into the shared pool.
 
-    When this node's connection closes, the pool's owner assumes that this node writes nothing more. While the engine's
-    thread runs, only the end of the process guarantees that the node writes nothing more.
+    When this node's connection closes, the pool's owner assumes that this node will write nothing more. While the
+    engine's thread runs, only the end of the process can guarantee this.
     """
     if node.engine.is_running or node.fatal_error.done():
         log.error("exiting at once: a step may still write into the shared KV pool")

@@ -1,4 +1,4 @@
-"""Records of a node's steps and requests. A limited number of unsent records is kept for the routers.
+"""Records of a node's steps and requests, and a buffer of limited size that keeps them until they are sent to routers.
 
 The engine's thread builds a record in about 2 µs, plus 0.1 µs for each request in the step. Keeping the step and
 building its record later would cost more, because the garbage collector would visit the step's many small objects."""
@@ -43,11 +43,11 @@ class StepRecorder:
         self._steps: deque[StepRecord] = deque(maxlen=max_steps)
         self._events: deque[RequestEvent] = deque(maxlen=max_events)
         self._timing: StepTiming | None = None
-        self._waiting: dict[str, Request] = {}  # requests that were queued, but are in no step so far
-        self._unsampled: dict[str, Request] = {}  # requests that were in a step, but have no token so far
+        self._waiting: dict[str, Request] = {}  # queued requests that have not been in a step yet
+        self._unsampled: dict[str, Request] = {}  # requests that have been in a step, but have no new token yet
         self._prune_at = 64
         self._preemptions = 0
-        self._epochs: dict[str, int] = {}  # epochs of preempted requests
+        self._epochs: dict[str, int] = {}  # for each preempted request, its `epoch` in the last record
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ def _record(timing: StepTiming, snapshot: SchedulerSnapshot) -> StepRecord:
 
 
 def _members(slices: Sequence[Slice], num_chunks: int) -> bytes:
-    """Pack the slices, prompt chunks before decodes. A reader that needs only the prompt chunks can then stop early."""
+    """Pack the slices, prompt chunks before decodes, so that a reader that needs only the chunks can stop early."""
     if num_chunks:
         slices = sorted(slices, key=lambda slice_: slice_.is_decode)
     members: list[int] = []

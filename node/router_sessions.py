@@ -22,7 +22,8 @@ log = logging.getLogger("baton.node")
 MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
 RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
-# Of the stats with an unchanged load, one of this many is sent: to routers with requests on the node, and to others.
+# While the load is unchanged, one in REPORT_EVERY stats is sent to a router with requests on the node, and one in
+# REPORT_EVERY_UNUSED to any other router.
 REPORT_EVERY, REPORT_EVERY_UNUSED = 2, 5
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
 MAX_DELTAS = 1000  # deltas per message
@@ -186,12 +187,12 @@ class RouterSessions:
         session.wake.set()
         if len(session.deltas) <= self._max_unread:
             return True
-        log.error("router %s does not read its stream: dropped with its requests", router)
+        log.error("router %s does not read its stream: the stream is closed and its requests are aborted", router)
         self._end(router)
         return False
 
     def publish_stats(self, stats: NodeStats) -> None:
-        """Send the stats to every router, but only some of the stats with an unchanged load."""
+        """Send the stats to every router. If the load is unchanged, see REPORT_EVERY."""
         load = _load(stats)
         self._num_unchanged = self._num_unchanged + 1 if load == self._load else 0
         self._load = load
@@ -205,8 +206,8 @@ class RouterSessions:
         await wait_until(lambda: not any(each.deltas or each.stats for each in self._streams.values()), FLUSH_S)
 
     async def publish_records(self) -> None:
-        """Send all records to every router that wants records, until cancelled. A router ignores the records of other
-        routers' requests."""
+        """Send all records to every router that wants records, until cancelled. Each router ignores records of requests
+        that are not its own."""
         while True:
             await asyncio.sleep(RECORDS_S)
             steps, events = self._recorder.take()
@@ -227,7 +228,7 @@ class RouterSessions:
 def _load(stats: NodeStats) -> tuple[object, ...]:
     """Return the part of the stats whose changes are sent to routers at once.
 
-    The counts of an idle node are a part of it, because requests may begin and end between two reports.
+    If the node is idle, this part includes counters, because requests may have begun and ended since the last report.
     """
     requests = stats.running, stats.waiting
     counts = () if any(requests) else (stats.steps, stats.handoffs, stats.handoffs_failed)

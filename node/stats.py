@@ -27,7 +27,7 @@ ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
 
 @dataclass(slots=True)
 class NodeState:
-    """Whether the node accepts requests and, if it does not, the reason. Used on the event loop."""
+    """Whether the node accepts requests and, if not, why. Used on the event loop."""
 
     info: NodeInfo  # replaced with a new one when the node drains, changes its role or gets its address
     publisher: OutputPublisher
@@ -85,7 +85,7 @@ def describe(
 
 
 def _attributes(settings: NodeSettings, components: EngineComponents, budget: Budget) -> dict[str, str]:
-    """Return the settings and versions that two compared nodes must share, and the settings that placement uses."""
+    """Return the settings and versions that must be equal on nodes that are compared, and those that placement uses."""
     return {
         **components.attributes,
         **{name: str(getattr(settings, name)) for name in ATTRIBUTES},

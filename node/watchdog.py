@@ -1,9 +1,9 @@
-"""A watchdog that detects parts of a process that make no progress, such as an engine that waits for its device
+"""A watchdog that detects when a part of a process makes no progress, such as an engine that waits for its device
 forever.
 
 The allowed time of a step is derived from earlier steps, so a slow machine does not count as stuck. Time in which the
-process did not run (stopped, suspended, starved of CPU) does not count, and time in which it reads pages from disk
-counts only in part.
+process did not run (stopped, suspended, starved of CPU) does not count, and time in which the process reads pages from
+disk counts only in part.
 """
 
 import resource

@@ -1,4 +1,4 @@
-"""Receives handoffs: reserves blocks, checks the rows that were written to them, and starts or fails the request."""
+"""Receives handoffs: reserves blocks, checks the rows that a prefill node wrote, and starts or fails the request."""
 
 import asyncio
 import logging
@@ -33,9 +33,9 @@ from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, unary
 
 log = logging.getLogger("baton.handoff")
 CHECK_LEASES_S = 0.5
-STALL_S = 1.0  # if the event loop was this late, renewals may wait to be read
-MAX_RENEWED = 1 << 14  # maximum reservations in one renewal: far more than fit into any pool
-MAX_CANCELLED = 1 << 12  # maximum requests whose cancellation is remembered
+STALL_S = 1.0  # if the event loop stood still for this long, renewals may have arrived that were not read yet
+MAX_RENEWED = 1 << 14  # maximum number of reservations in one renewal: far more than fit into any pool
+MAX_CANCELLED = 1 << 12  # maximum number of requests whose cancellation is remembered
 CORRUPT = "checksums differ"
 NOT_OPEN = Ack("the reservation is not open")
 
@@ -43,10 +43,10 @@ NOT_OPEN = Ack("the reservation is not open")
 class HandoffReceiver(RoleAdapter):
     """The role adapter of a decode node.
 
-    Runs on the event loop, but computes checksums on another thread. Prefill nodes call its RPCs in the order reserve,
-    pushed, commit. Prefill nodes renew their leases, and may call stop at any time. A request runs only after all its
-    rows were compared with the writer's checksums. After a failed handoff, its blocks are reused only when the writer
-    can no longer write (see `ReservationTable`).
+    Runs on the event loop, but computes checksums on another thread. For each handoff, the prefill node (the writer)
+    calls `reserve`, `pushed` any number of times, and `commit`. In the meantime, it calls `renew`, and it may call
+    `stop` at any time. A request runs only after all its rows were compared with the writer's checksums. After a failed
+    handoff, its blocks are reused only when the writer can no longer write (see `ReservationTable`).
     """
 
     role = DECODE
@@ -64,8 +64,8 @@ class HandoffReceiver(RoleAdapter):
         self._vocab_size = node.rules.vocab_size
         self._check_leases_s = check_leases_s
         self._table = ReservationTable(all(channel.fenced for channel in channels), lease_s)
-        self._waiting: dict[str, asyncio.Future[Request]] = {}  # futures of the requests that wait for blocks, by id
-        self._cancelled: dict[str, None] = {}  # requests that were stopped before they reserved blocks
+        self._waiting: dict[str, asyncio.Future[Request]] = {}  # by request id; done when the request has blocks
+        self._cancelled: dict[str, None] = {}  # ids of requests that were stopped before they reserved blocks
         self.handlers = {
             RESERVE: unary(self.reserve),
             PUSHED: unary(self.pushed),
@@ -139,7 +139,7 @@ class HandoffReceiver(RoleAdapter):
         return ReserveReply(reservation_id, num_held, pack_ids(rows), descriptors, held=pack_ids(held))
 
     async def pushed(self, message: PushedNotice) -> Ack:
-        """Check rows while the prefill node computes the next chunk, so that few rows are left for the commit."""
+        """Check rows while the prefill node computes the next chunk, so that `commit` has few rows to check."""
         reservation = self._table.open(message.reservation_id)
         if reservation is None:
             return NOT_OPEN
@@ -147,7 +147,7 @@ class HandoffReceiver(RoleAdapter):
         return Ack(error, again=error == CORRUPT)
 
     async def commit(self, message: CommitRequest) -> Ack:
-        """Check the last rows and start the request. If rows are damaged, let the writer send them again once."""
+        """Check the last rows and start the request. If rows are damaged, let the writer send them once more."""
         reservation = self._table.commit(message.reservation_id)
         if reservation is None:
             return NOT_OPEN
@@ -181,7 +181,7 @@ class HandoffReceiver(RoleAdapter):
     async def _check(self, reservation: Reservation, checksums: bytes) -> str:
         """Compare the next rows with their checksums, on another thread.
 
-        Return a description of the error, or an empty string. If a row differs, all of these rows remain unchecked.
+        Return a description of the error, or "". If a row differs, all of these rows still count as unchecked.
         """
         first = reservation.num_checked
         last = first + len(checksums) // CHECKSUM_BYTES
@@ -208,7 +208,7 @@ class HandoffReceiver(RoleAdapter):
         return ""
 
     async def stop(self, message: StopRequest) -> Ack:
-        """End a reservation whose writer reports that it will write no more."""
+        """End a reservation whose writer reports that it has stopped writing."""
         if message.request in self._waiting:
             self._requests.abort(message.request)
         reservation_id, known = message.reservation_id, self._table.of(message.request)
@@ -220,7 +220,7 @@ class HandoffReceiver(RoleAdapter):
         level = logging.DEBUG if is_finished or message.reason == "aborted" else logging.WARNING
         reason = f"the prefill node stopped: {message.reason[:200]}"
         reservation = self._table.stop(reservation_id)
-        if reservation is not None and is_finished:  # report no failure: it might arrive before the last token
+        if reservation is not None and is_finished:  # a reported failure might reach the router before the last token
             self._requests.finish(reservation.request.id, reason)
         self._end(reservation, reason, level)
         return Ack()
@@ -228,8 +228,8 @@ class HandoffReceiver(RoleAdapter):
     def _remember_cancelled(self, request_id: str) -> None:
         """Refuse later reservations for this request.
 
-        A delayed call of `reserve` may still arrive on an older connection. The prefill node would not know about the
-        reservation that this call makes, and would never stop it.
+        A delayed call of `reserve` may still arrive on an older connection. The prefill node would not know the
+        reservation that the call makes, and would never stop it.
         """
         self._cancelled[request_id] = None
         if len(self._cancelled) > MAX_CANCELLED:
@@ -274,9 +274,9 @@ class HandoffReceiver(RoleAdapter):
                 self._end(end, "its lease expired")
 
     def _can_write(self, writer: str) -> bool:
-        """Fence a writer that seems dead. Return True if the writer cannot be fenced, because it is still connected.
+        """Fence a writer whose lease has expired. Return True if it can still write, because it is still connected.
 
-        A writer that seems dead may be merely frozen. Without the fence, it could resume and overwrite blocks that were
+        The writer may be frozen rather than dead. Without the fence, it could resume and overwrite blocks that were
         reassigned in the meantime.
         """
         return not all(channel.fenced or channel.fence_writer(writer) for channel in self._channels)

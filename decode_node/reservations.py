@@ -1,8 +1,8 @@
 """The reservations of a decode node: blocks that are reserved for a writer until the request may run.
 
-The table does no I/O and reads no clock. Each method handles one event, and may return reservations whose end the
+The table does no I/O and reads no clock. Each method handles one event, and may return failed reservations, which the
 caller has to report. After a failed handoff, the blocks may be reused only when the writer can no longer write. This is
-the case if the writer has reported that it stopped, if the writer is known to be dead, or if the channel drops late
+the case if the writer has reported that it stopped, if the writer is known to be dead, or if all channels drop late
 rows (`fenced`). Until then, the blocks are in quarantine.
 """
 
@@ -13,7 +13,7 @@ from enum import Enum
 from scheduler.request import Request
 
 LEASE_S = 9.0  # checked twice a second, so a dead writer holds blocks for less than 10 s
-LOST_S = 3.0  # the rest of the lease after the end of a writer's connection; a live writer renews twice a second
+LOST_S = 3.0  # a lease ends at most this long after its writer's connection, unless it is renewed (twice a second)
 
 
 class ReservationPhase(Enum):
@@ -45,7 +45,7 @@ class Reservation:
     num_checked: int = 0  # number of leading `rows` that match their checksums
     phase: ReservationPhase = ReservationPhase.OPEN
     is_repeated: bool = False  # rows were damaged at the commit, and may be written once more
-    was_quarantined: bool = False  # the reservation has left quarantine; the request failed when the quarantine began
+    was_quarantined: bool = False  # it has left quarantine; its failure was reported when the quarantine began
 
     def move_to(self, phase: ReservationPhase) -> None:
         assert phase in LEGAL[self.phase], f"reservation: {self.phase} -> {phase} is not a legal transition"
@@ -89,7 +89,7 @@ class ReservationTable:
         return reservation if reservation is not None and reservation.phase is ReservationPhase.OPEN else None
 
     def of(self, request_id: str) -> Reservation | None:
-        """Return the reservation of a request. Walks all reservations."""
+        """Return the reservation of a request, if any. Walks all reservations."""
         return next((entry for entry in self._by_id.values() if entry.request.id == request_id), None)
 
     def of_writer(self, writer: str) -> list[Reservation]:
@@ -129,16 +129,16 @@ class ReservationTable:
         return reservation
 
     def stop(self, reservation_id: bytes) -> Reservation | None:
-        """End a reservation whose writer has stopped. Return None if it has ended or is being checked."""
+        """End and return a reservation whose writer has stopped. Return None if it has ended or is being checked."""
         reservation = self._by_id.get(reservation_id)
         if reservation is None or reservation.phase is ReservationPhase.CHECKING:
             return None
         return self.close(reservation)
 
     def abort(self, request_id: str) -> Reservation | None:
-        """End or quarantine the reservation of a request that ended during its handoff.
+        """End or quarantine the reservation of a request that ended during its handoff, and return the reservation.
 
-        Return the reservation, or None if there is none or it is already in quarantine.
+        Return None if the request has no reservation, or if the reservation is already in quarantine.
         """
         reservation = self.of(request_id)
         if reservation is None or reservation.phase is ReservationPhase.QUARANTINED:
@@ -164,7 +164,7 @@ class ReservationTable:
     def writer_lost(self, writer: str, now: float) -> list[Reservation]:
         """Quarantine the open reservations of a writer whose connection has ended, and shorten their leases.
 
-        If the process has ended, it does not renew them. If it still runs, it renews and stops them.
+        If the writer's process still runs, it renews the leases, and learns from the reply that it must stop.
         """
         entries = [entry for entry in self.of_writer(writer) if entry.phase is not ReservationPhase.CHECKING]
         for entry in entries:
@@ -172,6 +172,6 @@ class ReservationTable:
         return [end for end in (self.abort(entry.request.id) for entry in entries) if end is not None]
 
     def extend(self, seconds: float) -> None:
-        """Extend all leases, because this process stood still and has not read the renewals yet."""
+        """Extend all leases. Called if this process stood still, and may have renewals that it has not read yet."""
         for entry in self._by_id.values():
             entry.lease_expires += seconds

@@ -24,9 +24,9 @@ from shared.rpc.messages import NodeStats, RenewRequest, StopRequest
 from shared.rpc.methods import RENEW, STOP, PeerError
 
 log = logging.getLogger("baton.handoff")
-# HTTP/2 allows 100 calls on a connection. Calls that wait for blocks must leave room for commits.
+# Maximum number of calls to a peer that wait for blocks. HTTP/2 allows 100 calls on a connection; others are commits.
 MAX_RESERVING = 64
-STOP_TRIES = 30  # all tries together take one minute; later, replies to renewals list what is still in quarantine
+STOP_TRIES = 30  # they take one minute; after that, stops are sent when a reply to a renewal lists the reservation
 MAX_STOPS = 64  # maximum number of stops for reservations in quarantine that are sent after one renewal
 FAILURES, WITHIN_S = 5, 10.0  # this many failures within WITHIN_S seconds pause reservations at a peer
 PAUSE_S = 1.0
@@ -57,13 +57,13 @@ class DecodePeer:
     address: str
     rpc: RpcChannel
     reserving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RESERVING))
-    channel: KVChannel | None = None  # the channel that was chosen last; its name is a key of `descriptors`
+    channel: KVChannel | None = None  # the channel that was chosen last, for these `descriptors`
     descriptors: dict[str, bytes] = field(default_factory=dict)
     # The descriptor with which each channel last failed, by channel name.
     failed: dict[str, bytes] = field(default_factory=dict)
     # Reservations whose leases are renewed, each with a function that cancels its handoff.
     reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
-    void: set[bytes] = field(default_factory=set)  # reservations stopped before their grant arrived
+    void: set[bytes] = field(default_factory=set)  # reservations that this node stopped before their grant arrived
     is_settled: bool = False  # the peer reported that it holds no reservations, and no handoff has begun since then
     # When the latest failures occurred. A successful commit clears the list.
     failed_at: deque[float] = field(default_factory=lambda: deque(maxlen=FAILURES))
@@ -82,7 +82,7 @@ class DecodePeer:
             raise PeerRefusedError(f"{self.address} failed repeatedly; the next call is made in up to {PAUSE_S:g} s")
 
     def call_failed(self) -> None:
-        """Count a failed push, or a call without an answer."""
+        """Record a failed push or an unanswered call, for `check_breaker`."""
         self.failed_at.append(time.monotonic())
 
     def drop_channel(self, channel: KVChannel, descriptor: bytes) -> None:
@@ -122,7 +122,7 @@ class DecodePeers:
         return all(peer.is_idle for peer in self._peers.values())
 
     def at(self, address: str) -> DecodePeer:
-        """Return the peer at `address`, and create it at the first call. Raises ValueError if `address` is not
+        """Return the peer at `address`, which is created if it is not known. Raises ValueError if `address` is not
         host:port."""
         peer = self._peers.get(address)
         if peer is None:
@@ -148,13 +148,14 @@ class DecodePeers:
                 peer.channel = channel
                 self._counters.channels[peer.address] = channel.name
                 return channel
-        raise ChannelError(f"no common KV channel with {peer.address}: it offers {sorted(descriptors)}")
+        ours = [channel.name for channel in self._channels]
+        raise ChannelError(f"no KV channel to {peer.address} works: it has {sorted(descriptors)}, this node has {ours}")
 
     async def stop(self, peer: DecodePeer, stop: StopRequest) -> None:
-        """Report that this node writes nothing more under a reservation. If the peer does not acknowledge this, retry
-        in the background.
+        """Report to the peer that this node writes nothing more under a reservation. If the peer does not acknowledge
+        this, retry in the background.
 
-        The decode node keeps the blocks in quarantine until it receives this message or loses this node.
+        The peer keeps the blocks in quarantine until it receives this message or this node has ended.
         """
         if not await self._acknowledged(peer, stop):
             self.retry_stop(peer, stop)
@@ -168,7 +169,7 @@ class DecodePeers:
             if await self._acknowledged(peer, stop):
                 return
             await asyncio.sleep(self._timing.retry_stop_s)
-        text = "%s did not acknowledge that a handoff stopped: it keeps the handoff's blocks until this node ends"
+        text = "%s did not acknowledge that a handoff stopped: it may keep the handoff's blocks in quarantine"
         log.warning(text, peer.address)
 
     async def _acknowledged(self, peer: DecodePeer, stop: StopRequest) -> bool:
@@ -191,9 +192,9 @@ class DecodePeers:
                     log.error("leases at %s were not renewed", peer.address, exc_info=error)
 
     async def _renew_at(self, peer: DecodePeer) -> None:
-        is_idle = peer.is_settled = peer.is_idle  # a handoff that begins during the call clears `is_settled`
+        is_idle = peer.is_settled = peer.is_idle  # `at` clears `is_settled` if a handoff begins during the call below
         if not peer.num_waiting:
-            peer.void.clear()  # no call is open whose reply could still grant one of these reservations
+            peer.void.clear()  # no call is in progress, so no grant of these reservations can still arrive
         renewal = RenewRequest(self._incarnation_id, b"".join(peer.reservations))
         try:
             reply = await RENEW.call(peer.rpc, renewal, self._timing.call_s)
@@ -210,9 +211,9 @@ class DecodePeers:
     def _stop_quarantined(self, peer: DecodePeer, reservation_ids: bytes) -> None:
         """Stop the reservations whose blocks the peer keeps in quarantine.
 
-        If a handoff uses the reservation, cancel the handoff, which then sends the stop when its push has ended.
-        Otherwise nothing is being written under the reservation, so send the stop now. If the grant of the reservation
-        arrives later, it is refused.
+        If a handoff uses a reservation, cancel the handoff, which sends the stop when its push has ended. Otherwise,
+        nothing is being written under the reservation, so send the stop now. If the grant of the reservation arrives
+        later, its handoff fails.
         """
         for at in range(0, min(len(reservation_ids), MAX_STOPS * RESERVATION_ID_BYTES), RESERVATION_ID_BYTES):
             reservation_id = reservation_ids[at : at + RESERVATION_ID_BYTES]

@@ -36,17 +36,16 @@ from shared.rpc.messages import (
 from shared.rpc.methods import COMMIT, PUSHED, RESERVE, PeerError
 
 log = logging.getLogger("baton.handoff")
-# The maximum number of requests that hold a reservation in a shared pool before their first step.
+# Maximum number of requests that have a reservation in a shared pool, or wait for one, before their first step.
 MAX_RESERVED_EARLY = 4
 RECENT_PUSHES = 32
 
 
 class TransferTimeModel:
-    """Learns the duration of a push from recent pushes: a constant number of seconds, plus a number of seconds for each
-    byte.
+    """Learns from recent pushes how long a push takes: a constant time, plus a time for each byte.
 
-    The seconds for each byte are the median of the slopes between all pairs of pushes (Theil-Sen), which a few slow
-    pushes hardly change.
+    The time for each byte is the median of the slopes between all pairs of pushes (Theil-Sen estimator), which a few
+    slow pushes hardly change.
     """
 
     def __init__(self) -> None:
@@ -55,8 +54,7 @@ class TransferTimeModel:
     def observe(self, num_bytes: int, seconds: float) -> list[float]:
         """Record a push. Return [constant seconds of a push, seconds for each byte].
 
-        If all recent pushes have the same size, the two terms cannot be separated, and all time is attributed to the
-        bytes.
+        If all recent pushes have the same size, the two times cannot be separated, so the constant time is taken as 0.
         """
         self._recent.append((num_bytes, seconds))
         slopes = [(s - t) / (b - a) for (a, t), (b, s) in combinations(self._recent, 2) if a != b]
@@ -68,8 +66,8 @@ class TransferTimeModel:
 class OutgoingHandoff:
     """A request whose KV is sent, and the state of its handoff.
 
-    Each row is pushed once, in landing order (see `Geometry`), except that the last push may be repeated once. After
-    `cancel`, the call in progress is completed, and the next call is a stop.
+    Each row is pushed once, in the order of `Geometry.landing_order`, except that one push may be repeated. After
+    `cancel`, the push or call in progress is completed, and the next call is a stop.
     """
 
     submit: SubmitRequest
@@ -80,7 +78,7 @@ class OutgoingHandoff:
     num_computed: int = 0  # prompt tokens that have KV
     first_token: int | None = None
     reservation_id: bytes | None = None
-    num_held: int = 0  # number of the prompt's first blocks that the decode node has in its prefix cache
+    num_held: int = 0  # the decode node has this many leading blocks of the prompt in its prefix cache
     order: list[RowPlace] = field(default_factory=list)  # the rows to push
     targets: list[int] = field(default_factory=list)  # the reserved rows of the decode node, in the same order
     num_pushed: int = 0  # number of rows that were pushed
@@ -91,14 +89,14 @@ class OutgoingHandoff:
     committed: bool = False
     is_running: bool = False  # the task has been started
     is_admitted: bool = False  # the request's first step has begun
-    is_silent: bool = False  # do not report the outcome: the request was aborted, or has finished on this node
+    is_silent: bool = False  # whether to omit the report, because the request was aborted or finished on this node
 
     def grant(self, num_held: int, targets: list[int]) -> None:
         """Record which blocks the decode node already has, and which rows it has reserved. Raises ValueError if
         the blocks or rows do not fit the prompt."""
         num_blocks = cdiv(self.num_prompt, self.geometry.block_tokens)
         if not 0 <= num_held <= num_blocks:
-            raise ValueError(f"the grant has {num_held} blocks, but the prompt has {num_blocks}")
+            raise ValueError(f"the grant names {num_held} cached blocks, but the prompt has {num_blocks} blocks")
         self.num_held, self.targets = num_held, targets
         if self.request.borrows_blocks:
             return
@@ -129,8 +127,8 @@ class OutgoingHandoff:
         self.changed.clear()
 
     def next_targets(self) -> list[int]:
-        """Return the peer's reserved rows that can be written now, because their content is complete on this node. Omit
-        rows that were pushed before."""
+        """Return the peer's reserved rows that are to be pushed now: their content is complete on this node, and has
+        not been pushed yet."""
         if self.request.borrows_blocks:  # an empty push only checks that the pool's owner is alive
             ready = len(self.targets) * self.num_computed // self.num_prompt
         else:
@@ -142,9 +140,9 @@ class HandoffSender(RoleAdapter):
     """The role adapter of a prefill node.
 
     Runs on the event loop. The node calls the `on_...` methods. Each handoff has a task, which reserves blocks, pushes
-    each block once it is complete, and commits. If the handoff fails, its request fails with `retry` set. If the
-    handoff is committed, the request ends on this node, and its blocks stay in the prefix cache. For every reservation
-    that is not committed, the sender sends a stop, and repeats the stop until the decode node acknowledges it.
+    each block once it is complete, and commits. If the handoff fails, its request fails with `retry` set. When the
+    handoff is committed, the request ends on this node, and its blocks stay in the prefix cache. If a reservation is
+    not committed, the sender sends a stop, and repeats the stop until the decode node acknowledges it.
     """
 
     role = PREFILL
@@ -289,7 +287,7 @@ class HandoffSender(RoleAdapter):
             reply = await RESERVE.call(peer.rpc, request, self._reserve_timeout_s + self._timing.call_s)
         except PeerError as error:
             peer.call_failed()
-            # The lost reply may have granted a reservation. Stop it, because this node will not write under it.
+            # The lost reply may have granted a reservation, under which this node will not write. Stop it.
             self.peers.retry_stop(peer, StopRequest(b"", str(error), outgoing.request.id))
             raise
         self._record(outgoing, "reserving", began_ns, peer)
@@ -378,7 +376,7 @@ class HandoffSender(RoleAdapter):
 
     async def _stop(self, peer: DecodePeer, outgoing: OutgoingHandoff, reservation_id: bytes) -> None:
         if outgoing.request.borrows_blocks:
-            await self._requests.release(outgoing.request)  # until this returns, steps may write into the blocks
+            await self._requests.release(outgoing.request)  # waits until no step can write into the blocks
         await self.peers.stop(peer, StopRequest(reservation_id, outgoing.reason))
 
     def _record(self, outgoing: OutgoingHandoff, kind: str, began_ns: int, peer: DecodePeer, **fields: object) -> None:

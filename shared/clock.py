@@ -12,11 +12,11 @@ def now_ns() -> int:
 
 
 def to_tick(delay_s: float) -> float:
-    """Return the seconds from now to the tick that is closest to `delay_s` from now.
+    """Round a delay to the tick nearest to its end, and return the rounded delay in seconds.
 
     Ticks are multiples of TICK_S (or of a tenth of the delay, if that is shorter) in Unix time. Periodic messages that
-    are sent at ticks arrive together, also from hosts whose clocks are synchronized. A router with many nodes then
-    wakes up less often, and each message costs it less CPU time.
+    are sent at ticks arrive together, also from several hosts if their clocks are synchronized. A router with many
+    nodes then wakes up less often, and each message costs it less CPU time.
     """
     tick_s = min(TICK_S, delay_s / 10)
     at_s = time.time_ns() / 1e9 + delay_s

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class ConfigReader:
-    """Reads a JSON object. For an invalid value, methods raise ValueError, which names the file, key and fix."""
+    """Reads a JSON object. If a value is invalid, methods raise ValueError, which names the file, the key and a fix."""
 
     def __init__(self, values: dict[str, Any], file: Path, prefix: str = "") -> None:
         self.values = values
@@ -54,7 +54,7 @@ class ConfigReader:
         return tuple(map(float, self._read(key, default, fits, f"it must be a list of {count} numbers")))
 
     def require(self, key: str, supported: Any, default: Any) -> None:
-        """Refuse the model unless the value of `key` is `supported`. A missing value counts as `default`."""
+        """Refuse the model unless the value of `key` is `supported`. A missing or null value counts as `default`."""
         value = self.values.get(key)
         if (default if value is None else value) != supported:
             self.refuse(key, f"only {json.dumps(supported)} is supported")

@@ -28,7 +28,7 @@ class UnavailableError(BatonError):
 
 
 def status_and_message(error: Exception) -> tuple[int, str]:
-    """Return the HTTP status and the message that a client gets. The text of an unexpected error is not included."""
+    """Return the HTTP status and the message that a client gets. The text of an unexpected error is not sent."""
     if isinstance(error, BatonError):
         return error.status, error.message
     return 500, "The server failed to handle this request."

@@ -35,7 +35,7 @@ ENTRY = re.compile(
 FOR_EVER_S = 1e8
 
 _failpoints: list[re.Match[str]] = []
-_passed: Counter[tuple[re.Match[str], str]] = Counter()  # visits by failpoint and, if its DETAIL is `*`, by detail
+_passed: Counter[tuple[re.Match[str], str]] = Counter()  # visits of a failpoint, and of a detail if its DETAIL is `*`
 watcher: Callable[[str, str], None] | None = None  # set by the simulation; called with a site and a detail; may raise
 
 
@@ -62,12 +62,12 @@ def configure(text: str, *, allowed: bool) -> None:
 
 
 def armed() -> bool:
-    """Return whether any failpoint is configured. If none is, a loop may skip its calls of `reach`."""
+    """Return whether any failpoint is configured. If the result is False, a loop may skip its calls of `reach`."""
     return bool(_failpoints) or watcher is not None
 
 
 def reach(site: str, detail: str = "") -> None:
-    """Perform the actions that are due at this site. Raises FailpointError for the action `raise`."""
+    """Perform the actions that are due at this site. Raises FailpointError if the action is `raise`."""
     if watcher is not None:
         watcher(site, detail)
     for failpoint in _failpoints:

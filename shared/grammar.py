@@ -34,7 +34,7 @@ def json_grammar(schema: dict[str, Any], **options: Any) -> str:
 
 
 def with_json_options(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Return the schema with `JSON_OPTIONS` added, in the form that must follow `%json` in a Lark grammar."""
+    """Return the schema with `JSON_OPTIONS` added, for use after `%json` in a Lark grammar."""
     return schema | {"x-guidance": JSON_OPTIONS | options}
 
 
@@ -64,10 +64,9 @@ def one_line(error: str) -> str:
 class GrammarTokenizer:
     """A model's tokenizer in the form that matchers need. Thread-safe.
 
-    The tokenizer is read from the model's directory when the first matcher is made. This takes seconds for a large
-    vocabulary.
-    llguidance uses `end_token`, an id beyond the vocabulary, as the end of a text. A matcher's mask has `num_words`
-    words of 32 bits.
+    The tokenizer is read from the model's directory when the first matcher is made, which takes seconds for a large
+    vocabulary. llguidance uses `end_token`, an id beyond the vocabulary, as the end of a text. A matcher's mask has
+    `num_words` words of 32 bits.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:

@@ -1,6 +1,6 @@
 """A minimal HTTP server with strict limits, for an orchestrator's health probes and for metric scrapes.
 
-The server of the router's API is not used here, because it parses all of HTTP/1.1, which a node does not need.
+It replaces the server of the router's API, which parses all of HTTP/1.1. A node does not need that.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Rules from a model's files about its images: the size to which an image is resized, and the number of its tokens.
+"""A model's rules for images, from its files: the size to which an image is resized, and the number of its tokens.
 
 Routers use the rules to count tokens, and nodes use them to check and encode pixels. The arithmetic is the same as in
 transformers' image processors, which read the same files.
@@ -46,8 +46,8 @@ class ImageRules:
 
     @property
     def markers(self) -> tuple[int, int, int]:
-        """The tokens that begin, fill and end an image. If the template itself writes the first and the last, all
-        three are `token`."""
+        """The tokens that begin, fill and end an image. If the chat template itself writes the tokens before and after
+        the image, all three are `token`."""
         return self.marker, self.token, self.end
 
     @property
@@ -80,9 +80,9 @@ class ImageRules:
 
 
 def read_image_rules(directory: Path) -> ImageRules | None:
-    """Return the rules of a model. Raises ValueError, which names the file and the key, for invalid values.
+    """Return the rules of a model. Raises ValueError, which names the file and the key, if a value is invalid.
 
-    Return None if the model takes no images, or if it has neither preprocessor_config.json nor processor_config.json.
+    Return None if the model takes no images, or if neither preprocessor_config.json nor processor_config.json has any.
     """
     config = read_object(directory / "config.json")
     kind = config.get("model_type")
@@ -126,5 +126,5 @@ def read_image_rules(directory: Path) -> ImageRules | None:
 
 
 def _present(keys: ConfigReader, *names: str) -> str:
-    """Return the first of the names that has a value, or the first name if none has."""
+    """Return the first of the names that has a value, or names[0] if no name has a value."""
     return next((name for name in names if keys.values.get(name) is not None), names[0])

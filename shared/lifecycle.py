@@ -35,7 +35,7 @@ class ProcessLifetime:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def leave_end_to_supervisor(self) -> None:
-        """Ignore further signals, because the supervisor kills this process at a second signal.
+        """Do not exit at a second signal, because the supervisor kills this process if it gets a second signal itself.
 
         Terminals, systemd and Slurm signal all processes, so this process gets the first signal both from them and from
         its supervisor.
@@ -49,8 +49,8 @@ class ProcessLifetime:
 
 
 def exit_on_signals() -> None:
-    """Let SIGTERM and SIGINT end the process until `ProcessLifetime` handles them. The first process of a container
-    would otherwise ignore them while it loads, because the kernel does not apply default actions to it."""
+    """Let SIGTERM and SIGINT end the process until `ProcessLifetime` handles them. Otherwise, the first process of a
+    container would ignore these signals while it loads, because the kernel applies no default actions to it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))
 
@@ -68,7 +68,7 @@ def run(main: Callable[[ProcessLifetime], Coroutine[Any, Any, int]]) -> int:
 
 
 def set_parent_death_signal(parent: int) -> Callable[[], None]:
-    """Return a function for the child process to call. It makes the kernel kill the child when the parent ends."""
+    """Return a function that, when called in the child process, makes the kernel kill the child when `parent` ends."""
 
     def ask() -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -79,9 +79,9 @@ def set_parent_death_signal(parent: int) -> Callable[[], None]:
 
 
 def python_path(environment: Mapping[str, str]) -> str:
-    """Return the PYTHONPATH for a child process, in which Baton's packages come before others of the same names.
+    """Return the PYTHONPATH with which a child process finds Baton's packages before others of the same names.
 
-    The child needs the flag -P too, because without it Python puts the current directory before PYTHONPATH.
+    The child also needs the flag -P. Without it, Python searches the current directory before PYTHONPATH.
     """
     return os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH", ""))))
 
@@ -103,7 +103,7 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s
 
 
 async def result_before(work: Awaitable[Result], end: Awaitable[object]) -> Result | None:
-    """Return the result of `work`, or None if `end` completes first. Cancel the one that is still running."""
+    """Return the result of `work`, or None if `end` completes first. Cancel the other one."""
     task, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)

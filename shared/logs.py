@@ -1,4 +1,4 @@
-"""Log formats: plain text, or one JSON object per line. A JSON line that concerns a request has the request's id."""
+"""Log formats: plain text, or one JSON object per line. A JSON line about a request contains the request's id."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def fields(**values: object) -> dict[str, Any]:
 
 
 def configure(level: str, log_format: str, process: str = "") -> None:
-    """Log to stderr in the format "text" or "json". In JSON lines, the field `node` is set to `process`."""
+    """Log to stderr in the format "text" or "json". JSON lines have the field `node` with the value `process`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(process) if log_format == "json" else TextLines(TEXT))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
@@ -71,7 +71,7 @@ class JsonLines(logging.Formatter):
 
 
 def json_line(process: str, line: str, level: str = "info") -> str:
-    """Return a line of a process's output as a JSON line. A JSON object is returned unchanged."""
+    """Return a line that a process printed as a JSON line. If the line is a JSON object, return it unchanged."""
     if line.startswith("{") and line.endswith("}"):
         try:
             json.loads(line)

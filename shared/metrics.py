@@ -1,4 +1,4 @@
-"""Metrics made from the statistics of nodes. A node exports its own metrics, and the router exports those of all nodes.
+"""Prometheus metrics from the statistics of nodes. A node exports its own, and the router exports those of all nodes.
 
 Label values are node ids, roles, positions of guessed tokens, and the name of the model.
 """
@@ -19,8 +19,8 @@ def _usage(stats: NodeStats) -> float:
     return used / stats.blocks_total if stats.blocks_total else 0.0
 
 
-# Metrics from the nodes' stats: the name, the value (an attribute or a function of the stats) and the help text. A
-# metric that vLLM also has keeps vLLM's name, so that vLLM's dashboards work.
+# For each metric: the name, the value (an attribute or a function of `NodeStats`) and the help text. A metric that vLLM
+# also has keeps vLLM's name, so that vLLM's dashboards work.
 STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
     ("vllm:num_requests_running", "running", "Requests in the running batch."),
     ("vllm:num_requests_waiting", "waiting", "Requests waiting for blocks or a slot."),
@@ -69,7 +69,7 @@ def labels_of(info: NodeInfo, model_name: str) -> tuple[str, str, str]:
 
 
 def stats_families(rows: Sequence[NodeRow], model_name: str) -> Iterable[Metric]:
-    """Yield the metrics of the nodes' statistics. Leave out the gauges of lost nodes, which are stale."""
+    """Yield the metrics of the nodes. Omit the gauges of lost nodes, because their values are out of date."""
     for name, value, text in STATS:
         shown = [row for row in rows if row[2] or name.endswith("_total")]
         yield metric_family(

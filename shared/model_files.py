@@ -10,7 +10,7 @@ from shared.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 OTHER_DEMO_MODELS = ("hybrid", "moe")  # next to DEMO_MODEL; not in the wheel, because they would triple its size
-# Values of `text_config` that Gemma 3's files omit, because they are transformers' defaults, and that every file needs.
+# Values of `text_config` that Gemma 3's files omit, because they equal transformers' defaults. Baton requires them.
 GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072}
 SHARED = ("bos_token_id", "eos_token_id")  # keys that a multimodal model may have outside `text_config`
 MAX_CONFIG_BYTES = 1 << 20
@@ -38,7 +38,7 @@ def text_values(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def served_name(model: str, given: str) -> str:
-    """Return the model's name in the API: the given name, or else the directory's name or the hub id."""
+    """Return the model's name in the API: `given`, or if it is empty, the name of the directory or the hub id."""
     return given or (Path(model).resolve().name if Path(model).exists() else model)
 
 
@@ -83,16 +83,16 @@ def resolve(model: str) -> Path:
 
 
 def read_limits(directory: Path) -> tuple[int, int]:
-    """Return the model's maximum length and the size of its vocabulary, in tokens. Raises ConfigError for invalid
-    files."""
+    """Return the model's maximum length and the size of its vocabulary, in tokens. Raises ConfigError if config.json
+    is invalid."""
     config = text_values(read_object(directory / "config.json"))
     positions = _count(config, next((key for key in POSITIONS if key in config), POSITIONS[0]), directory)
     return positions, _count(config, "vocab_size", directory)
 
 
 def read_end_tokens(directory: Path) -> frozenset[int]:
-    """Return the end tokens of the model's generation_config.json and config.json. After fine-tuning for chat, only one
-    of the files may have the token that ends a turn. Raises ConfigError for invalid files."""
+    """Return the end tokens in both generation_config.json and config.json, because after fine-tuning for chat, only
+    one of these files may have the token that ends a turn. Raises ConfigError if a file is invalid."""
     file = directory / "generation_config.json"
     generation = read_object(file) if file.exists() else {}
     config, (_, vocab_size) = text_values(read_object(directory / "config.json")), read_limits(directory)

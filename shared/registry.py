@@ -33,13 +33,13 @@ from shared.rpc.methods import FOLLOW, JOIN, PEER_FAILURES, RpcServer
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
-# The errors that the client raises if Redis has failed, or if the server is not Redis. The client's parser may raise
-# any of them for a malformed reply. All are caught, so that our tasks continue and notice when Redis is back.
+# The errors that the Redis client raises if Redis has failed, or if the server is not Redis. For a malformed reply, the
+# client's parser may raise any of them. All are caught, so that our tasks continue and notice when Redis is back.
 # uvloop raises RuntimeError for a write to a connection that Redis or the network has reset.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 OUTAGE_S = 2.0  # a shorter outage of Redis is not logged, because short outages are common on a busy machine
 LEASE_HEARTBEATS = 3
-FAILURES_TO_LOG = 15  # fewer failures to join are normal while a router starts, or stops together with its nodes
+FAILURES_TO_LOG = 15  # fewer failed attempts to join are normal while a router starts, or stops at the same time
 RESOLVE_INTERVAL_S = 1.0
 RETRY_S, SLOW_RETRY_S = 0.2, 1.0  # SLOW_RETRY_S is used after FAILURES_TO_LOG failures
 MAX_ADDRESSES = 256  # maximum number of routers to which a node holds streams
@@ -76,7 +76,7 @@ class Registry:
 
     kind: str
     state = "ok"  # or "down"
-    problem = ""  # why the registry is down, as a sentence; "" while it works or during a short outage
+    problem = ""  # a sentence that says why the registry is down; "" if it works or has been down for a short time
 
     def __init__(self) -> None:
         self.nodes: dict[str, NodeInfo] = {}
@@ -94,7 +94,7 @@ class Announcer:
     info: NodeInfo
 
     def __init__(self) -> None:
-        self._updated = asyncio.Event()  # set at the next update
+        self._updated = asyncio.Event()  # the next call of `update` sets this event and replaces it with a new one
         self._tasks = TaskGroup()
 
     async def start(self, info: NodeInfo) -> None:
@@ -132,8 +132,8 @@ def announcer(registry: str, cluster: str, heartbeat_s: float, resolve: Resolver
 def listed_addresses(registry: str) -> list[tuple[str, int]]:
     """Return the hosts and ports in a value of `--registry`: `host:port,host:port`, or `file:` and the path of a file.
 
-    The file has one `host:port` on each line. Raises OSError if the file cannot be read, and ValueError if a text is
-    not host:port.
+    The file has one `host:port` on each line. Raises OSError if the file cannot be read, and ValueError if an entry is
+    not `host:port`.
     """
     path = registry.removeprefix("file:")
     texts = registry.split(",") if path == registry else Path(path).read_text().split()
@@ -154,7 +154,7 @@ class EmbeddedRegistry(Registry):
     kind = "embedded"
 
     def __init__(self, host: str, port: int, listener: socket.socket | None = None) -> None:
-        """`listener` is a listening socket, for a registry in a separate process."""
+        """`listener` is a socket that already listens, for a registry in a separate process."""
         super().__init__()
         self.port = port
         self._host = host
@@ -162,7 +162,7 @@ class EmbeddedRegistry(Registry):
         self._on_change: Callable[[], None] = lambda: None
         self._server = RpcServer({JOIN: self._join, FOLLOW: self._follow})
         self._followers: set[asyncio.Event] = set()
-        self._streams: dict[Any, NodeInfo] = {}  # the last message of each stream; the latest change comes last
+        self._streams: dict[Any, NodeInfo] = {}  # the last message of each stream, in the order in which they changed
 
     async def start(self, changed: Callable[[], None]) -> None:
         self._on_change = changed
@@ -236,10 +236,9 @@ class EmbeddedRegistry(Registry):
 
 
 class FollowedRegistry(Registry):
-    """The registry in a worker process of a router: a copy of the registry process's list of nodes. A stream keeps the
-    copy up to date.
+    """The registry in a worker process of a router: a copy of the list of nodes in the router's registry process.
 
-    While the registry process restarts, the worker keeps its last list.
+    A stream keeps the copy up to date. While the registry process restarts, the worker keeps its last list.
     """
 
     kind = "embedded"
@@ -285,8 +284,8 @@ class FollowedRegistry(Registry):
 class StreamAnnouncer(Announcer):
     """Holds a stream to every router that the hosts in `--registry` resolve to, and reconnects if a stream ends.
 
-    Every second, the names are resolved and the file, if there is one, is read. If an address is no longer listed, the
-    stream to it is kept until the stream ends, so an outage of the name service has no effect.
+    Every second, the names are resolved and the file, if there is one, is read. If an address is no longer listed, its
+    stream stays open until the router ends it, so that an outage of the name service has no effect.
     """
 
     def __init__(self, registry: str, resolve: Resolver | None = None) -> None:
@@ -294,7 +293,7 @@ class StreamAnnouncer(Announcer):
         self._registry = registry
         self._resolve = resolve  # replaces the resolver of the system, for all hosts
         self._resolvers: dict[str, Resolver] = {}
-        self._outages = defaultdict[str, Outage](Outage)  # outages of each host, and of the file
+        self._outages = defaultdict[str, Outage](Outage)  # by host; for the file, by the value of --registry
         self._answers: dict[tuple[str, int], set[str]] = {}  # the last answer of the name service for each host
         self._listed: set[str] = set()
         self._held: dict[str, None] = {}  # the addresses to which a stream is open or being opened
@@ -340,7 +339,7 @@ class StreamAnnouncer(Announcer):
 
     def _follow(self, addresses: set[str]) -> None:
         """Open streams to the new addresses."""
-        jitter_s = RETRY_S if self._listed else 0.0  # because all nodes find a new router at about the same time
+        jitter_s = RETRY_S if self._listed else 0.0  # all nodes find a new router at about the same time
         self._listed = addresses
         new = sorted(addresses - self._held.keys())
         room = MAX_ADDRESSES - len(self._held)
@@ -353,7 +352,7 @@ class StreamAnnouncer(Announcer):
             self._tasks.start(self._hold(address, random.random() * jitter_s))
 
     async def _hold(self, address: str, delay_s: float) -> None:
-        """Hold a stream to a router, until its address is no longer listed and the stream has ended."""
+        """Keep a stream to a router open, until the router's address is no longer listed and the stream has ended."""
         failures = 0
         while True:
             await asyncio.sleep(delay_s)
@@ -363,7 +362,7 @@ class StreamAnnouncer(Announcer):
             if address not in self._listed:
                 break
             if failures == FAILURES_TO_LOG:
-                # If another address works, this is no problem: a host name may also resolve to unusable addresses.
+                # If another address works, this is not a warning: a host name may also resolve to unusable addresses.
                 level = logging.INFO if self._joined else logging.WARNING
                 log.log(level, "no router at %s (%s): retrying", address, problem)
             delay_s = RETRY_S if failures < FAILURES_TO_LOG else SLOW_RETRY_S
@@ -391,7 +390,7 @@ class StreamAnnouncer(Announcer):
             channel.close()
 
     async def _send_updates(self, stream: Any, updated: asyncio.Event) -> None:
-        """Send the info again after each update. Ignore errors, because `_join` gets them too."""
+        """Send the info again after each update. Ignore errors, because they also end the stream in `_join`."""
         with contextlib.suppress(*PEER_FAILURES):
             while True:
                 await updated.wait()
@@ -439,7 +438,7 @@ def unseal(value: bytes, key: str, identity: tls.ClusterIdentity | None) -> Node
 
 
 class Outage:
-    """Decides when to log an outage: once after it has lasted for OUTAGE_S and, if it was logged, once when it ends."""
+    """Decides when to log an outage: when it has lasted for OUTAGE_S and, if this was logged, when it ends."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -512,9 +511,9 @@ class RedisRegistry(Registry):
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
         self._interval_s = heartbeat_s
-        # The last value of each key, and the NodeInfo in it.
+        # For each name: the last value of its key, and the NodeInfo in this value, or None if it is invalid.
         self._entries: dict[str, tuple[bytes, NodeInfo | None]] = {}
-        # For each name that is in `nodes` or in the index but has no key: the time of the first answer without the key.
+        # For each name that is in `nodes` or in the index, but has no key: when an answer first lacked the key.
         self._absent_since: dict[str, float] = {}
         self._tasks = TaskGroup()
 
@@ -547,13 +546,13 @@ class RedisRegistry(Registry):
                 if nodes != self.nodes:
                     self.nodes = nodes
                     changed()
-                # The router may lack the permission to remove names. A lost connection is noticed by the next read.
+                # The router may have no permission to remove names. The next read notices a lost connection.
                 with contextlib.suppress(*REDIS_FAILURES):
                     await self._remove_names([member for name, member in missing.items() if name in stale])
             await asyncio.sleep(self._interval_s)
 
     async def _read(self) -> tuple[dict[str, NodeInfo], dict[str, bytes]]:
-        """Return two dicts by name: the nodes, and the members of the index for which Redis has no key."""
+        """Return two dicts, keyed by name: the nodes, and the members of the index for which Redis has no key."""
         members = sorted(await self._client.smembers(self._index))
         self.skipped += max(0, len(members) - MAX_NODES)
         names = {member.decode("utf-8", "replace"): member for member in members[:MAX_NODES]}
@@ -590,7 +589,7 @@ class RedisRegistry(Registry):
         return {name for name, since in self._absent_since.items() if now - since > LEASE_HEARTBEATS * self._interval_s}
 
     async def _remove_names(self, members: list[bytes]) -> None:
-        """Remove names from the index. Restore a name if its node has set its key in the meantime."""
+        """Remove names from the index. If a node has set its key in the meantime, restore the node's name."""
         if members:
             await self._client.srem(self._index, *members)
             values = await self._client.mget([self._prefix.encode() + member for member in members])

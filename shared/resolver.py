@@ -16,7 +16,7 @@ Resolver = Callable[[], Awaitable[list[str]]]
 
 
 def is_address(host: str) -> bool:
-    """Return whether the host is an IP address and not a name."""
+    """Return whether the host is an IP address rather than a name."""
     with contextlib.suppress(ValueError):
         return bool(ip_address(host))
     return False
@@ -53,7 +53,7 @@ class NameResolver:
 
 
 def _look_up(host: str) -> "asyncio.Future[list[str]]":
-    """Start a thread that resolves the host, and return the future with the result. Raises OSError if no thread can
+    """Start a thread that resolves the host, and return a future for the result. Raises OSError if no thread can
     start."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[str]] = loop.create_future()

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def package_version() -> str:
-    """Return the version, or "" if the package is not installed and runs from a checkout."""
+    """Return the version, or "" if the package runs from a checkout without being installed."""
     try:
         return version("baton-serve")
     except PackageNotFoundError:

@@ -80,7 +80,7 @@ def run_app(app: typer.Typer, argv: Sequence[str], prog: str) -> Any:
 
 
 def _explain(error: Exception, argv: Sequence[str]) -> str:
-    """Return the message of a usage error. For an unknown option, name the option that was probably meant."""
+    """Return the message of a usage error. If an option is unknown, suggest the option that was probably meant."""
     unknown, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if unknown is None or context is None or type(error).__name__ != "NoSuchOption":
         message: str = cast(typer.BadParameter, error).format_message()
@@ -161,7 +161,7 @@ def _type_of(field: FieldInfo) -> str:
 
 
 def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
-    """Print `name = value # source` for each setting, and the meaning of a default such as 0 or "auto"."""
+    """Print a line `name = value # source` for each setting. Explain a default such as 0 or "auto"."""
     for name, field in type(settings).model_fields.items():
         value, source = format_value(getattr(settings, name)), sources[name]
         if source == "default":

@@ -24,9 +24,9 @@ from shared.limits import MAX_IMAGES
 from shared.resolver import is_host_and_port
 
 PREFIX = "BATON_"
-# For a setting: the environment variable of vLLM that Baton reads too.
+# Environment variables of vLLM that Baton reads too, by setting.
 VLLM_VARIABLES = {"allow_runtime_lora_updating": "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
-# Settings of other commands whose variables are not misspelt: of those that call a router, and of `baton up`.
+# Settings of `baton up` and of commands that call a router. No process refuses their variables as misspelt.
 OTHERS = ("url", "api_key", "devices", "engines", "steps_sockets")
 MAX_CPU = 4095
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,6})?) ?(?:([KMGT])(I?))?B?", re.IGNORECASE | re.ASCII)
@@ -178,8 +178,8 @@ def _check_registry(value: str) -> str:
         addresses = [each.strip() for each in value.split(",")]
         if not all(map(is_host_and_port, addresses)):
             raise ValueError(
-                "must be host:port of the routers' registry, as in 127.0.0.1:8001, or several, separated by commas, or "
-                "file:/PATH of a file with one on each line, or redis://host:port"
+                "must be host:port of the routers' registry, as in 127.0.0.1:8001, or several of these, separated by "
+                "commas, or file:/PATH of a file with one on each line, or redis://host:port"
             )
         return ",".join(addresses)
     return _check_redis(value)
@@ -328,20 +328,20 @@ class ServingSettings(CommonSettings):
         "--served-model-name of its nodes.",
     )
     tool_call_parser: str = setting(
-        "auto", "Syntax of tool calls in answers, as in vLLM; none: no tool calls.", "found from the chat template"
+        "auto", "Syntax of tool calls, named as in vLLM; none: no tool calls.", "found from the chat template"
     )
     reasoning_parser: str = setting(
         "auto",
-        "Syntax of reasoning in answers, as in vLLM; none: reasoning is content.",
+        "Syntax of reasoning, named as in vLLM; none: reasoning is content.",
         "found from the chat template",
     )
     limit_mm_per_prompt: ImageLimit = setting(
         DEFAULT_IMAGES, 'Maximum images of a request, as in vLLM: 4, image=4 or {"image": 4}.'
     )
     max_image_pixels: Annotated[int, Field(ge=1, le=500_000_000)] = setting(
-        50_000_000, "Maximum pixels of an image as it is sent."
+        50_000_000, "Maximum pixels of an image, before it is resized."
     )
-    max_images_size: Size = setting(32 << 20, "Maximum size of the images of a request as they are sent, in base64.")
+    max_images_size: Size = setting(32 << 20, "Maximum size of all images of a request together, in base64.")
     responses_store: Annotated[str, AfterValidator(_check_store)] = setting(
         "", "Store of /v1/responses: memory, or redis://host:port, for several routers.", "responses are not stored"
     )
@@ -366,7 +366,7 @@ class ServingSettings(CommonSettings):
     api_keys_file: str = setting(
         "", "File of API keys, one `tenant:sha256` per line (see `baton key`).", "no key is required"
     )
-    api_keys: str = Field("", repr=False, description="API keys in the same form, separated by commas.")
+    api_keys: str = Field("", repr=False, description="API keys, as in --api-keys-file, separated by commas.")
     allowed_origins: Origins = setting(
         (), "Origins whose web pages may call the API (CORS), separated by commas; *: all.", "none"
     )
@@ -406,10 +406,10 @@ class ServingSettings(CommonSettings):
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ValueError("--ssl-keyfile: --ssl-certfile is missing")
         if self.workers > 1 and self.rebalance == "on":
-            raise ValueError("--rebalance on: it needs a router of one process, which knows all requests; no --workers")
+            raise ValueError("--rebalance on: not with --workers, because no process of the router knows all requests")
         for name in ("max_concurrent_requests", "max_connections"):
             if (limit := getattr(self, name)) < self.workers:
-                raise ValueError(f"{flag_of(name)} {limit}: give at least {self.workers}, which --workers divide")
+                raise ValueError(f"{flag_of(name)} {limit}: give at least {self.workers}, one for each of --workers")
         return self
 
 
@@ -468,7 +468,7 @@ class ComputingSettings(CommonSettings):
     speculative_config: Annotated[str, AfterValidator(check_speculation)] = setting(
         "", 'Speculative decoding, as in vLLM: {"method": "ngram"}, {"model": …} or ngram.', "none"
     )
-    emulate: str = setting("", "Device to emulate (name or JSON file): steps only sleep for its predicted times.")
+    emulate: str = setting("", "Device to emulate (name or JSON file): steps sleep for its predicted times.")
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that share a prefix.")
     kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = setting(
         "auto", "How KV is transferred; see docs/operations.md.", "the fastest that both nodes support"
@@ -503,7 +503,7 @@ class ComputingSettings(CommonSettings):
 
     @property
     def speculative_tokens(self) -> int:
-        """The largest number of tokens that are guessed for a request in one step."""
+        """The maximum number of tokens that are guessed for a request in one step, or 0 without speculation."""
         return self.speculation.num_speculative_tokens if self.speculation is not None else 0
 
     @property
@@ -567,7 +567,9 @@ class ProxySettings(JoiningSettings, EngineSettings):
         30.0, "Treat the engine as lost after this many seconds without progress. No single step may take longer."
     )
     heartbeat_s: Annotated[float, Field(ge=0.05, le=60)] = setting(0.5, "Seconds between two heartbeats.")
-    steps_socket: str = setting("", "Unix socket on which vLLM's plugin reports its steps (BATON_STEPS).", "no steps")
+    steps_socket: str = setting(
+        "", "Unix socket to which the plugin in vLLM reports steps (BATON_STEPS of vLLM).", "no steps"
+    )
 
 
 class PickerSettings(Settings):
@@ -606,8 +608,8 @@ def resolve(kind: type[S], flags: Mapping[str, object], environment: Mapping[str
     """Return the settings and the source of each: "flag --port", "environment BATON_PORT" or "default".
 
     `flags` maps fields to values from the command line, or to None if a flag is absent. An empty environment variable
-    counts as unset. Raises ConfigError if a value is invalid; its message is one line with the source, the value and
-    the allowed values.
+    counts as unset. Raises ConfigError if a value is invalid; the error's message is one line with the source of the
+    value, the value itself and the allowed values.
     """
     _refuse_misspelt(kind, environment)
     given = {name: (f"flag {flag_of(name)}", value) for name, value in flags.items() if value is not None}
@@ -653,7 +655,7 @@ def _describe(kind: type[Settings], error: ValidationError, sources: Mapping[str
 
 
 def hide_password(text: str) -> str:
-    """Hide the password or token in a URL, or in text that resembles a URL, because errors quote invalid values."""
+    """Hide the password or token in a URL, or in text that resembles a URL. Errors quote even invalid values."""
     hidden = re.sub(r"(://[^:@]*:).+@", r"\1***@", text, flags=re.DOTALL)
     hidden = re.sub(r"://[^:@/]+@", "://***@", hidden)
     return re.sub(r"([?&]password=)[^&#]+", r"\1***", hidden)

@@ -17,7 +17,7 @@ ALIASES = dict.fromkeys(  # vLLM's other names for the method "mtp", one for eac
 class SpeculativeConfig(BaseModel):
     """Speculative decoding. The names of the fields are vLLM's; the method "ngram" is prompt lookup.
 
-    If there is a `model`, the method is "draft_model" by default. The names in `ALIASES` are accepted as methods too.
+    If `model` is given, the default of `method` is "draft_model". `method` may also be one of `ALIASES`.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)
@@ -38,7 +38,7 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="after")
     def _has_model(self) -> "SpeculativeConfig":
         if bool(self.model) != (self.method in WITH_MODEL):
-            raise ValueError(f"model: give the draft model with the method {' or '.join(WITH_MODEL)}, and only then")
+            raise ValueError(f"model: required with the method {' or '.join(WITH_MODEL)}, refused with other methods")
         return self
 
     @model_validator(mode="after")
@@ -49,7 +49,7 @@ class SpeculativeConfig(BaseModel):
 
 
 def parse_speculation(text: str) -> SpeculativeConfig | None:
-    """Return the configuration, or None if `text` is empty. Raises ValueError, which names the key and the fix."""
+    """Return the configuration, or None if `text` is empty. Raises ValueError, which names the key and a fix."""
     if not text:
         return None
     try:

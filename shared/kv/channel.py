@@ -56,7 +56,7 @@ class KVChannel(Protocol):
     def fence_writer(self, incarnation_id: str) -> bool:
         """Receiver: refuse the process with this incarnation id from now on, because it is considered dead.
 
-        If that process is already connected, return False without refusing it: it can write until its loss is reported.
+        If the process is connected, return False instead. It can then write until `on_writer_lost` is called.
         """
         ...
 
@@ -123,7 +123,7 @@ def check_open(reservation_id: bytes, rows: Sequence[int], num_rows: int) -> Non
     if len(reservation_id) != RESERVATION_ID_BYTES:
         raise ValueError(f"a reservation id has {RESERVATION_ID_BYTES} bytes, not {len(reservation_id)}")
     if rows and not 0 <= min(rows) <= max(rows) < num_rows:
-        raise ValueError(f"rows {min(rows)} to {max(rows)} are not all in a pool of {num_rows}")
+        raise ValueError(f"rows {min(rows)} to {max(rows)} are not all in a pool of {num_rows} rows")
 
 
 def _count(text: str) -> int:

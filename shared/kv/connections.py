@@ -36,7 +36,7 @@ VERSION = 3
 HELLO = struct.Struct("<4sHxxI32s32s16s")
 ANSWER = struct.Struct("<4sHH")  # magic, version, verdict
 MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host; bounded, because each connection has a thread
-MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one; broken connections may remain until their loss is detected
+MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one; further ones may be broken, until their loss is detected
 
 Memory = TypeVar("Memory", bound=KVMemory)
 
@@ -83,12 +83,12 @@ def pack_greeting(
 
 
 def check_answer(data: bytes) -> None:
-    """Raise ChannelError unless `data`, the answer to a greeting, admits the writer."""
+    """Check `data`, the answer to a greeting. Raises ChannelError if it does not admit the writer."""
     if len(data) != ANSWER.size:
         raise PeerLostError("the peer closed the connection during the greeting")
     magic, version, verdict = ANSWER.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
-        raise PeerLostError(f"the peer's version of the KV protocol is not {VERSION}: use one Baton version")
+        raise PeerLostError(f"the peer's version of the KV protocol is not {VERSION}: run one version of Baton")
     if verdict != ADMITTED:
         kind, text = REFUSALS.get(verdict, (PeerLostError, "the peer refused the connection"))
         raise kind(text)
@@ -128,9 +128,9 @@ class ChannelListener:
     """Accepts writers on `server` (bound and listening) until `close`. Must be created on the event loop.
 
     When a writer is admitted, `serve(connection)` runs in the connection's thread: it sends WELCOME, and returns when
-    the connection ends. `on_writer_lost(incarnation_id)` is called on the loop when the last connection of that writer
-    has ended for any reason but our own `close`. `timeout_s` limits each blocking call on a connection.
-    `is_open(reservation_id)` decides whether to admit a writer with this reservation.
+    the connection ends. `on_writer_lost(incarnation_id)` is called on the loop when the writer's last connection has
+    ended, unless our `close` ended it. `timeout_s` limits each blocking call on a connection.
+    `is_open(reservation_id)` returns whether to admit a writer with this reservation.
     """
 
     _server: socket.socket
@@ -144,7 +144,7 @@ class ChannelListener:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the attributes below
         self._threads: dict[socket.socket, threading.Thread] = {}
-        # The number of open connections by address and, after the greeting, also by the incarnation id of the writer.
+        # The number of open connections from each address and, once they are admitted, of each writer (incarnation id).
         self._num_open: Counter[str] = Counter()
         self._fenced: set[str] = set()
         self._closing = False
@@ -215,7 +215,7 @@ class ChannelListener:
                     self._loop.call_soon_threadsafe(self._on_writer_lost, writer)
 
     def _verdict(self, greeting: Greeting) -> int:
-        """Return the answer to a greeting. If it is ADMITTED, add one to the number of connections of the writer."""
+        """Return the answer to a greeting. If it is ADMITTED, count the connection as one of the writer's."""
         with self._lock:
             if greeting.owner != self._descriptor.incarnation_id:
                 return OTHER_INCARNATION
@@ -233,7 +233,7 @@ class ChannelListener:
         return is_free
 
     def _release(self, key: str) -> bool:
-        """Decrement the number of connections of `key`, an address or a writer. Return whether none is left."""
+        """Decrement the number of connections of `key`, an address or a writer. Return whether it is 0 now."""
         self._num_open[key] -= 1
         if is_last := not self._num_open[key]:
             del self._num_open[key]
@@ -250,8 +250,8 @@ class ChannelLink(Protocol):
     ) -> None:
         """Copy rows to the peer. Once `stopped()` is true, return early, in a state that allows another push.
 
-        Raises ReservationRefusedError, after which the link can still be used. Also raises OSError, EOFError or
-        PeerLostError, after which the link cannot be used.
+        After a ReservationRefusedError, the link can still be used; after an OSError, EOFError or PeerLostError, it
+        cannot.
         """
         ...
 
@@ -263,20 +263,20 @@ class ChannelLink(Protocol):
 
 
 class _Peer:
-    """One connection to a peer, which the first push opens. Once it is `lost`, the next push creates a new object."""
+    """One connection to a peer, which the first push opens. If it is `lost`, the next push creates a new `_Peer`."""
 
     def __init__(self, descriptor: PeerDescriptor, connect: Callable[[PeerDescriptor, bytes], ChannelLink]) -> None:
         self._descriptor = descriptor
         self._connect = connect
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-push-{descriptor.incarnation_id[:8]}")
-        self._link: ChannelLink | None = None  # owned by the thread
+        self._link: ChannelLink | None = None  # set and used by the thread
         self.lost = False
 
     def hung_up(self) -> bool:
         return self.lost or (self._link is not None and hung_up(self._link.socket))
 
     async def push(self, reservation_id: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        """Push the rows after earlier pushes have ended. If cancelled, return only when nothing is being written."""
+        """Push the rows after all earlier pushes. If cancelled, return only when nothing is being written any more."""
         stop = threading.Event()
         call = self._thread.submit(self._run, reservation_id, source, target, stop)
         pushing = asyncio.wrap_future(call)
@@ -294,7 +294,7 @@ class _Peer:
             if not pushing.cancelled():
                 pushing.exception()  # without this call, asyncio would log the error
             raise cancelled
-        finally:  # break the reference cycle of the error and this frame, so that their memory is freed at once
+        finally:  # break the reference cycle between the error and this frame, so that both are freed at once
             del call, pushing, cancelled
 
     async def close(self) -> None:

@@ -11,9 +11,9 @@ BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 class KVLayout:
     """The layout of a pool: block-major, heads before layers. It is vLLM's BHLNC, with K and V packed (vLLM PR #33339).
 
-    A block with all its layers is one contiguous row, so that a handoff moves few large pieces. A range of heads of a
-    block is contiguous too, so that peers can divide the heads differently. Raises ValueError if a size is below one or
-    the dtype is not supported.
+    A block with all its layers is one contiguous row, so that a handoff moves few large pieces. Within a block, a range
+    of heads is contiguous too, so that peers can divide the heads differently. Raises ValueError if a size is below one
+    or the dtype is not supported.
     """
 
     num_blocks: int
@@ -45,7 +45,7 @@ class KVLayout:
         return self.block_bytes // (self.kv_heads * self.layers)
 
     def describe(self) -> str:
-        """Return a text that is the same for pools that can exchange blocks. It omits the number of blocks."""
+        """Return a text that is equal for two pools that can exchange blocks. It omits the number of blocks."""
         return (
             f"kv=BHLNC heads={self.kv_heads} layers={self.layers} block_tokens={self.block_tokens} "
             f"head_dim={self.head_dim} dtype={self.dtype}"

@@ -1,7 +1,7 @@
-"""The base class of channels within one host. Writers receive access to our memory over a private unix socket.
+"""The base class of channels within one host. A writer receives access to our memory over a private unix socket.
 
-After that, the socket carries no data; an end of file on it means that the other side is gone. Writes are one-sided, so
-the channels are not `fenced`.
+Afterwards, the socket carries no data, and the end of its stream means that the other side has ended. Writes are
+one-sided, so the channels are not `fenced`.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from shared.kv.channel import PeerDescriptor
 from shared.kv.connections import ANSWER, WELCOME, Memory, SocketChannel, check_answer, pack_greeting
 
 PATIENCE_S = 2.0
-SWEEP_AGE_S = 60.0  # only older sockets are removed, because a younger socket may not be listening yet
+SWEEP_AGE_S = 60.0  # younger sockets are not removed, because they may not be listening yet
 
 
 class LocalChannel(SocketChannel[Memory]):
-    """See KVChannel. A subclass defines the message that gives a writer access (`_offer`) and how a writer connects
-    (`_link`). It may override where our memory is (`_place`) and which locations we can reach (`_reaches`).
+    """See KVChannel. A subclass defines what a writer gets (`_offer`) and how we connect as a writer (`_link`). It may
+    override where our memory is (`_place`) and which locations we can reach (`_reaches`).
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LocalChannel(SocketChannel[Memory]):
         return super().reachable(descriptor) and self.is_live(PeerDescriptor.unpack(descriptor, self.name))
 
     def is_live(self, peer: PeerDescriptor) -> bool:
-        """Return the same as `reachable`, but without a check of the row size."""
+        """Return the result of `reachable`, but accept any row size."""
         return self._reaches(peer.host) and _answers(peer.endpoint)
 
     async def close(self) -> None:
@@ -67,8 +67,7 @@ class LocalChannel(SocketChannel[Memory]):
     def _serve(self, connection: socket.socket) -> None:
         data, descriptors = self._offer()
         socket.send_fds(connection, [WELCOME + data], descriptors)
-        # Ignore unexpected bytes until the writer ends. Disconnecting the writer would not stop its writes to our
-        # memory.
+        # Ignore unexpected bytes until the writer ends, because a disconnected writer could still write to our memory.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bytes(16))
         while connection.recv(4096):
             pass
@@ -80,8 +79,8 @@ def greeted(
 ) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
     """Connect to the owner of the descriptor. Yield the connection, and the bytes and file descriptors from the owner.
 
-    When the `with` block ends, the file descriptors are closed. If the block raised an exception, the connection is
-    closed too. Raises ChannelError or OSError.
+    When the `with` block ends, the file descriptors are closed. The connection is closed only if the block raised an
+    exception. Raises ChannelError or OSError.
     """
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -110,9 +109,9 @@ def _answers(path: str) -> bool:
 
 
 def _listening(directory: Path) -> socket.socket:
-    """Return a listening unix socket that only our user can reach, with a random name.
+    """Return a listening unix socket with a random name, which only our user can reach.
 
-    First remove the sockets of killed processes from the directory: those that are old and have no listener.
+    First remove the sockets that killed processes left in the directory: those that are old and have no listener.
     """
     for old in directory.iterdir() if directory.is_dir() else ():
         with contextlib.suppress(OSError):

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 Rows = NDArray[np.uint8]
 
 CHECKSUM_BYTES = 8
-# It is safe to map the memory of another process only if its size is sealed: access to a mapping of a truncated file
-# raises SIGBUS, which Python code cannot catch. F_SEAL_SEAL keeps a peer from adding a seal that prevents our writes.
+# A process maps the memory of another one only if its size is sealed: access to a mapping of a truncated file raises
+# SIGBUS, which Python code cannot catch. F_SEAL_SEAL keeps a peer from adding a seal that prevents our writes.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Staging(Protocol):
-    """Host buffers for the rows that socket channels send and receive. They are valid until the next call."""
+    """Host buffers for the rows that socket channels send and receive. A buffer is valid until the next call."""
 
     def read(self, rows: Sequence[int]) -> list[memoryview]:
         """Return buffers with the bytes of these rows."""
@@ -39,7 +39,7 @@ class Staging(Protocol):
 
 
 class KVMemory(Protocol):
-    """The rows of a KV pool, on the host or on a GPU: `num_rows` of `row_bytes` each.
+    """The rows of a KV pool, on the host or on a GPU: `num_rows` rows of `row_bytes` bytes each.
 
     `sums` names the checksum algorithm. Checksums of rows in two memories can be compared only if both use the same
     algorithm."""
@@ -62,9 +62,9 @@ class KVMemory(Protocol):
 
 
 def checksums(rows: Rows, indices: Sequence[int]) -> bytes:
-    """Return the xxh3-64 checksums of the rows `indices`, in this order, each as 8 little-endian bytes.
+    """Return the xxh3-64 checksums of the rows at `indices`, in this order, each as 8 little-endian bytes.
 
-    `rows` is a uint8 array [num_rows, row_bytes], with contiguous rows. Raises IndexError for an index out of range.
+    `rows` is a uint8 array [num_rows, row_bytes] whose rows are contiguous. Raises IndexError if an index is too large.
     """
     return b"".join(xxhash.xxh3_64_intdigest(rows[index]).to_bytes(CHECKSUM_BYTES, "little") for index in indices)
 

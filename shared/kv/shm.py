@@ -17,7 +17,7 @@ from shared.kv.connections import hung_up
 from shared.kv.local import LocalChannel, greeted, host_id
 from shared.kv.memory import HostMemory, Rows
 
-PIECE_BYTES = 8 << 20  # bytes between two checks of `stopped`; copying them takes a few milliseconds
+PIECE_BYTES = 8 << 20  # a push checks `stopped` after this many bytes, which take a few milliseconds
 
 
 class ShmChannel(LocalChannel[HostMemory]):
@@ -33,7 +33,7 @@ class ShmChannel(LocalChannel[HostMemory]):
 
 
 class _Mapping:
-    """A peer's pool, mapped into this process, and the connection that shows whether the peer is alive."""
+    """A peer's pool, mapped into this process, and the connection, which shows whether the peer is alive."""
 
     def __init__(self, ours: Rows, connection: socket.socket, theirs: Rows) -> None:
         self._ours = ours
@@ -55,7 +55,7 @@ class _Mapping:
             count = end - start
             copied += count * row_bytes
             from_rows, to_rows = (slice(first, first + count) for first in (source[start], target[start]))
-            # Use no variables for the views, because a traceback would keep them, and the memory would stay mapped.
+            # Use no variables for the views, because a traceback would keep the variables, and thus the mapping.
             self._theirs[to_rows] = self._ours[from_rows]
         if hung_up(self.socket):
             raise PeerLostError("the peer has ended")
@@ -98,7 +98,7 @@ def _mapped(fds: list[int], descriptor: PeerDescriptor) -> Rows:
 
 
 def runs(source: Sequence[int], target: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, end) of indices. The rows of a range, at most `limit`, are adjacent in both sequences."""
+    """Yield ranges [start, end) of up to `limit` indices. The rows in a range are adjacent in both sequences."""
     start = 0
     for end in range(1, len(source) + 1):
         if (

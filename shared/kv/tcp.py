@@ -38,7 +38,7 @@ ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
 PATIENCE_S = 2.0
 LEAST_BYTES_PER_S = 256 << 10  # minimum speed within a frame, because a slow writer occupies blocks and a thread
 MAX_FRAME_ROWS = 512  # well below the kernel's limit of 1,024 buffers per call
-FRAME_BYTES = 4 << 20  # large, for few system calls; not larger, because a cancelled push first completes its frame
+FRAME_BYTES = 4 << 20  # large frames need few system calls, but a cancelled push must complete its current frame
 
 
 class _OpenRows:
@@ -59,7 +59,7 @@ class _OpenRows:
 
 
 class TcpChannel(SocketChannel[KVMemory]):
-    """See KVChannel. A push fails if no byte passes for `patience_s`."""
+    """See KVChannel. A push fails if no byte is sent or received for `patience_s`."""
 
     name = "tcp"
     fenced = True
@@ -74,7 +74,7 @@ class TcpChannel(SocketChannel[KVMemory]):
         advertised: str | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """Listen on `host`. The host in the descriptor is `advertised` or, by default, `host`. Raises OSError."""
+        """Listen on `host`. Our descriptor contains `advertised` or, by default, `host`. Raises OSError."""
         if advertised is None and host in ("", "0.0.0.0", "::"):
             raise ValueError(f"--kv-host {host!r} listens on every address: set --advertise")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -108,9 +108,10 @@ class TcpChannel(SocketChannel[KVMemory]):
             self.receive(connection, staging)
 
     def receive(self, connection: socket.socket, staging: Staging) -> None:
-        """Receive pushes until the writer ends, is silent during a push, or violates the protocol.
+        """Receive pushes until this ends with an exception. `connection` must be blocking, with a timeout.
 
-        Raises EOFError, OSError or MalformedError. `connection` must be blocking, with a timeout.
+        Raises EOFError or OSError if the writer has ended or is silent during a push, and MalformedError if it violates
+        the protocol.
         """
         poll = select.poll()
         poll.register(connection, select.POLLIN)
@@ -130,7 +131,7 @@ class TcpChannel(SocketChannel[KVMemory]):
                 num_received = self._receive_rows(connection, poll, staging, granted, rows)
                 accepted, refused = accepted + num_received, refused + count - num_received
             else:
-                # Do not wait for room in the buffer: a peer that fills it with unread answers violates the protocol.
+                # Do not wait for room in the send buffer: a peer that does not read its answers violates the protocol.
                 connection.send(ACK.pack(MAGIC, VERSION, accepted, refused), socket.MSG_DONTWAIT)
                 accepted = refused = 0
             pushing = count > 0
@@ -138,7 +139,7 @@ class TcpChannel(SocketChannel[KVMemory]):
     def _receive_rows(
         self, connection: socket.socket, poll: select.poll, staging: Staging, granted: _OpenRows, rows: Sequence[int]
     ) -> int:
-        """Receive the rows of a frame, each into the pool or the scratch buffer. Return how many reached the pool."""
+        """Receive each row of a frame into the pool or the scratch buffer. Return how many rows reached the pool."""
         row_bytes = self._own.row_bytes
         num_complete = len(rows)
         wanted = [row for row in rows if row in granted.rows]

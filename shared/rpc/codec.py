@@ -2,8 +2,8 @@
 
 If the array is shorter than the dataclass, the missing fields take their defaults. If the array is longer, the extra
 fields are skipped. Therefore, processes of successive versions can exchange messages. The decoder follows the types of
-the fields. At the first value of a wrong type, it does not build the value, but raises `DecodeError`, which names the
-field. Only this module imports msgpack.
+the fields, and raises `DecodeError`, which names the field, at the first value of another type. Only this module
+imports msgpack.
 """
 
 import types
@@ -36,8 +36,8 @@ def encode(message: object) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Decode one message of type `kind`.
 
-    Raises DecodeError if `data` is incomplete or too long, or if a value has a wrong type. Decoding invalid data takes
-    no more time and memory than decoding the largest valid message.
+    Raises DecodeError if `data` is incomplete or too long, or if a value has a wrong type. Invalid data takes no more
+    time and memory than the largest valid message.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise DecodeError(f"{kind.__name__}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
@@ -147,7 +147,6 @@ def _dict_reader(key: Read, item: Read, where: str) -> Read:
 def _dataclass_reader(kind: type, where: str) -> Read:
     hints = typing.get_type_hints(kind)
     members = [_reader(hints[name], f"{kind.__name__}.{name}") for name in _field_names(kind)]
-
     required = sum(field.default is MISSING and field.default_factory is MISSING for field in fields(kind))
 
     def read(source: _Source) -> Any:

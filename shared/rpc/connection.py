@@ -1,9 +1,9 @@
 """HTTP/2 connections between Baton's processes: grpclib with a limit on message sizes and detection of silent peers.
 
-grpclib's own protocol class accepts messages of any size, and while bytes are unsent, it does not notice that the peer
-has stopped answering. The classes here replace it, using grpclib's public parts (Connection, Stream, EventsProcessor,
-AbstractHandler, request_handler). Only `RpcChannel` overrides private methods of grpclib; tests/shared/test_services.py
-fails if a release of grpclib no longer calls them.
+grpclib's own protocol class accepts messages of any size, and while it has unsent bytes, it does not notice that the
+peer has stopped answering. The classes here replace that class, using grpclib's public parts (Connection, Stream,
+EventsProcessor, AbstractHandler, request_handler). Only `RpcChannel` overrides private methods of grpclib;
+tests/shared/test_services.py fails if a release of grpclib no longer calls them.
 
 Every peer either has proved by its certificate that it belongs to the cluster, or runs on this machine.
 """
@@ -35,10 +35,11 @@ from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError, MessageCodec
 
 CODEC = MessageCodec()
 CONNECT_S = 5.0  # time limit for connecting to a peer, including the TLS handshake
-# A peer that is frozen or cut off does not close its connections. By default, a client detects this after 2.0 to 2.6 s.
+# A peer that is frozen or cut off does not close its connections. With these defaults, a client detects the loss of
+# such a peer after 2.0 to 2.6 s.
 PING_S = 0.65
 ANSWER_S = 1.9
-IDLE_PINGS = 8  # a connection that is pinged only while nothing arrives is pinged every IDLE_PINGS * PING_S seconds
+IDLE_PINGS = 8  # with `pings_idle`, the interval between pings is IDLE_PINGS * PING_S
 SERVER_ANSWER_S = 6.0  # after this time, a server closes the connection of a silent client; longer than ANSWER_S
 FLUSH_S = 1.0  # time limit for sending the remaining bytes when a connection is closed
 WINDOW_BYTES = 4 << 20
@@ -56,8 +57,8 @@ def host_and_port(address: str) -> tuple[str, int]:
 class ClosingTransport:
     """A transport whose `write` raises StreamTerminatedError after `close`, and whose `close` takes at most FLUSH_S.
 
-    Without this class, a write to a closed transport would raise RuntimeError in uvloop, and asyncio would ignore it.
-    `close` would wait without limit for a peer that does not read.
+    Without this class, uvloop would raise RuntimeError for a write to a closed transport, asyncio would ignore the
+    write, and `close` would wait without limit for a peer that does not read.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -81,7 +82,7 @@ class ClosingTransport:
 
 
 class BoundedStream(H2Stream):
-    """A stream that rejects a compressed or too long message after reading only the header of the message."""
+    """A stream that rejects a message that is compressed or too long, after reading only the message's header."""
 
     _at_header = True
 
@@ -93,7 +94,7 @@ class BoundedStream(H2Stream):
             )
         try:
             data = await super().recv_data(size)
-        except AssertionError:  # grpclib raises this for a stream that ended too early
+        except AssertionError:  # grpclib raises this if the stream ended too early
             raise DecodeError("the stream ended within a message") from None
         if self._at_header and data[:1] > b"\0":
             raise GRPCError(Status.UNIMPLEMENTED, "compressed messages are not supported")
@@ -104,7 +105,7 @@ class BoundedStream(H2Stream):
 
 
 class RpcConnection(Connection):
-    """The state that grpclib keeps for a connection. Each of its streams is a BoundedStream."""
+    """The state that grpclib keeps for a connection, whose streams are BoundedStreams."""
 
     def __init__(self, http: H2Connection, transport: ClosingTransport, config: Configuration) -> None:
         super().__init__(http, cast(asyncio.Transport, transport), config=config)
@@ -162,7 +163,7 @@ class PeerProtocol(H2Protocol):
         self.connection = RpcConnection(http, ClosingTransport(self.transport), self.config)
         self.connection.flush()
         self.processor = EventsProcessor(self.handler, self.connection)
-        # The first check comes earlier by a random time, because many nodes may connect at once.
+        # The first check is made earlier by a random time, because many nodes may connect at once.
         self._watch = self._loop.call_later(to_tick(self._ping_s * random.uniform(0.5, 1.0)), self._ping)
         self._connections[self] = None
 
@@ -208,7 +209,7 @@ class PeerProtocol(H2Protocol):
             with contextlib.suppress(StreamTerminatedError):  # `connection_lost` follows
                 self.connection.flush()
         else:
-            # Exclude time during which this process itself did not run.
+            # Do not count the time during which this process itself did not run.
             self._pinged_at += max(0.0, now - self._checked_at - self._ping_s)
             if now - self._pinged_at > self._answer_s:
                 self.fell_silent = True
@@ -258,7 +259,7 @@ class RpcChannel(grpclib.client.Channel):
 
     The channel connects at the first call, and again at the next call after a connection was lost. It closes a
     connection if the peer's certificate is not accepted or a ping is unanswered for `answer_s`. With `pings_idle`, it
-    pings less often, and only while nothing arrives. By default, `identity` is this process's identity, if it has one.
+    pings less often, and only while nothing arrives. If `identity` is None, use this process's identity, if it has one.
     """
 
     def __init__(

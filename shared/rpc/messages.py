@@ -28,11 +28,11 @@ def unpack_ids(data: bytes) -> list[int]:
 
 @dataclass(slots=True)
 class ThinkingBudget:
-    """A limit on the reasoning at the beginning of an answer. After `num_tokens` tokens of reasoning, the first token
-    in `ends` is forced, unless one of the tokens in `ends` has ended the reasoning before.
+    """A limit on the reasoning at the beginning of an answer. Any token in `ends` ends the reasoning. If there was none
+    in the first `num_tokens` tokens of reasoning, the first token in `ends` is forced.
 
-    `begin` is the number of tokens of the prompt and the answer before the reasoning. If `begin` is -1, the answer has
-    reasoning only if one of its first tokens is `start`.
+    The reasoning begins at position `begin` of the prompt and the answer. If `begin` is -1, the answer has reasoning
+    only if one of its first tokens is `start`.
     """
 
     num_tokens: int
@@ -56,11 +56,11 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # number of likeliest tokens to return for each position; None: no logprobs
     prompt_logprobs: int | None = None
-    allowed_tokens: bytes = b""  # ids of the only tokens that may be sampled; b"": all
+    allowed_tokens: bytes = b""  # only tokens with these ids may be sampled; b"": all
     # The token ids of each word. The last token of a word is not sampled directly after the word's other tokens.
     bad_words: list[bytes] = field(default_factory=list)
-    # If not "", return no token, but a vector: the hidden state of the last token ("last"), the mean hidden state of
-    # all tokens ("mean"), or the logits of `allowed_tokens` after the prompt ("logits"). `max_tokens` must be 1.
+    # If not "", return a vector instead of a token: the hidden state of the last token ("last"), the mean hidden state
+    # of all tokens ("mean"), or the logits of `allowed_tokens` after the prompt ("logits"). `max_tokens` must be 1.
     pooling: str = ""
     thinking: ThinkingBudget | None = None
 
@@ -70,8 +70,8 @@ class Media:
     """An image of a prompt. Its tokens begin at `offset` in the prompt and form a grid of `rows` x `columns`.
 
     `pixels` has `height` x `width` RGB pixels of 3 bytes, row by row, resized for the model. `pixels` is empty for a
-    node that receives the KV of the prompt. `digest` is equal for equal images. `encoder` is the address of the
-    node that encodes the image, or "" for the node that computes the prompt.
+    node that receives the KV of the prompt. Equal images have equal digests. `encoder` is the address of the node that
+    encodes the image, or "" if the node that computes the prompt encodes it.
     """
 
     offset: int
@@ -115,7 +115,7 @@ class RouterCommand:
     submits: list[SubmitRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     records: bool = True  # whether the node sends this router its records of steps and events from now on
-    has_requests: bool = True  # whether the router has requests on the node; if so, silence soon means that it is lost
+    has_requests: bool = True  # whether the router has requests on the node, and so treats a silent node as lost sooner
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class TokenDelta:
     position: int = 0
     tokens: bytes = b""
     finish: str = ""  # "stop" or "length" if the request is complete
-    error: str = ""  # the reason if this node gave up the request
+    error: str = ""  # if this node gave up the request: why
     handed_off: bool = False  # all KV has arrived at this node; from now on, only this node generates tokens
     cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -171,16 +171,16 @@ class NodeStats:
     handoffs_failed: int = 0
     blocks_moved: int = 0
     bytes_moved: int = 0
-    channels: dict[str, str] = field(default_factory=dict)  # peer id -> name of the channel in use
+    channels: dict[str, str] = field(default_factory=dict)  # prefill node: peer's address -> channel in use
     channel_fallbacks: int = 0
     cost: list[float] = field(default_factory=list)  # the packed scheduler.cost.CostModel; empty until it is fitted
-    transfer: list[float] = field(default_factory=list)  # prefill node: fixed seconds of a push, and seconds per byte
+    transfer: list[float] = field(default_factory=list)  # prefill node: constant seconds of a push, seconds per byte
     records_dropped: int = 0  # number of step records and request events that no router received
     sent_ns: int = 0  # the node's Unix time when it sent these statistics; shows the offset of its clock
     overruns: int = 0  # number of emulated passes that ended late because the machine is too slow
     rows_corrupt: int = 0  # decode node: number of KV rows that arrived with a wrong checksum
     ledger_error: str = ""  # the error in the block ledger, if there is one
-    incarnation_id: str = ""  # identifies the sending process, because another process may reuse its address
+    incarnation_id: str = ""  # identifies the sender's process, whose address another process may use later
     num_drafts: int = 0  # speculative decoding: number of decodes that verified guessed tokens
     draft_tokens: int = 0  # guessed tokens that were verified
     accepted_tokens: int = 0  # guessed tokens that were right
@@ -294,8 +294,8 @@ class NodeListChange:
 
 @dataclass(slots=True)
 class EncodeRequest:
-    """Node to node: reply with the features of an image, from the token `first` on. Later requests for the same image
-    need no pixels."""
+    """Node to node: reply with the features of an image, from its token `first` on. Only the first request for an image
+    needs its pixels."""
 
     fingerprint: str
     image: Media
@@ -323,8 +323,8 @@ class ReserveRequest:
 
 @dataclass(slots=True)
 class ReserveReply:
-    """The reserved blocks. The decode node already has the first `num_held` blocks of the prompt. `targets` are the ids
-    of the blocks to which the prefill node writes the other blocks of the prompt."""
+    """The reserved rows. The decode node already has the first `num_held` blocks of the prompt. `targets` are the rows
+    for the rest of the prompt's data, in the order of `Geometry.landing_order` (shared pool: of `Geometry.borrow`)."""
 
     reservation_id: bytes = b""
     num_held: int = 0
@@ -336,7 +336,7 @@ class ReserveReply:
 
 @dataclass(slots=True)
 class PushedNotice:
-    """The writer wrote the next target blocks of the reservation. `checksums` has the 8-byte xxh3-64 of each, in order.
+    """The writer wrote the next rows of the reservation. `checksums` has the 8-byte xxh3-64 of each row, in order.
 
     The notice is sent while the next chunk is computed, so that only the last rows remain to be checked at the commit.
     """
@@ -348,8 +348,8 @@ class PushedNotice:
 @dataclass(slots=True)
 class CommitRequest:
     """All rows of the reservation have been written. `checksums` has the checksums of the rows that no `PushedNotice`
-    covered. `current_state` is the index of the reserved recurrent state that contains the state after the prompt. It
-    is 0, or with a shared pool 0 or 1."""
+    covered. `current_state` is the index of the reserved recurrent state that holds the state after the prompt: 0, or
+    in a shared pool 0 or 1."""
 
     reservation_id: bytes
     first_token: int
@@ -370,8 +370,7 @@ class RenewReply:
     """The writer's reservations that the decode node still has.
 
     `has_reservations` is true if the decode node has any reservation of this writer, renewed or not. `quarantined` has
-    the ids (16 bytes each, concatenated) of reservations in quarantine. Their blocks are not reused before the writer
-    stops writing.
+    the ids (16 bytes each, concatenated) of the writer's reservations in quarantine, which the writer must stop.
     """
 
     error: str = ""
@@ -381,9 +380,9 @@ class RenewReply:
 
 @dataclass(slots=True)
 class StopRequest:
-    """The writer gives up the reservation and writes no more.
+    """The writer gives up the reservation and writes nothing more.
 
-    `request` is the request's id. It is set if the writer does not know the reservation id.
+    If the writer does not know the reservation id, `request` is the request's id instead.
     """
 
     reservation_id: bytes
@@ -398,7 +397,7 @@ class AcceptRequest:
     `params` is the JSON object with which the decode engine gets the prompt's KV from the prefill engine. It may be
     used once, and the decode engine must sample the first token within `lease_ms`. If `first_token` is not negative,
     the router already has this token, and the decode engine must sample the same token. If `first_token` is -2, the
-    prefill engine computes the prompt now, and its proxy later commits or stops the request. In the commit,
+    prefill engine is still computing the prompt, and its proxy later commits or stops the request. In that commit,
     `reservation_id` is the request's id.
     """
 

@@ -1,4 +1,4 @@
-"""The RPCs of Baton. One line defines each RPC for both the server's handler and the client's call."""
+"""The RPCs of Baton. Each RPC is defined in one line, which both the server's handler and the client's call use."""
 
 import asyncio
 import socket
@@ -81,10 +81,10 @@ class Rpc(Generic[Request, Reply]):
 Handle = Callable[["ServerStream[Request, Reply]"], Awaitable[None]]
 ServerStream = grpclib.server.Stream
 ClientStream = grpclib.client.Stream
-# Raised when a message is sent on a stream that has ended. A receiver gets the end of the stream instead.
+# Raised when a message is sent on a stream that has ended. To a receiver, the stream ends without an error.
 STREAM_ENDED = (StreamTerminatedError, StreamClosedError)
-# grpclib raises AssertionError and KeyError for replies without a message or status. An address that is no valid name
-# raises UnicodeError.
+# grpclib raises AssertionError and KeyError for replies without a message or status, and UnicodeError if an address is
+# not a valid name.
 PEER_FAILURES = (
     GRPCError, *STREAM_ENDED, OSError, asyncio.TimeoutError, DecodeError, UnicodeError, AssertionError, KeyError,
     H2ProtocolError,
@@ -115,7 +115,7 @@ def unary(handle: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[
     async def handler(stream: Any) -> None:
         request = await stream.recv_message()
         if request is None:
-            raise GRPCError(Status.INVALID_ARGUMENT, "a call without a message")
+            raise GRPCError(Status.INVALID_ARGUMENT, "the call has no message")
         await stream.send_message(await handle(request))
 
     return handler
@@ -151,7 +151,7 @@ class RpcServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self, timeout_s: float = 2.0) -> None:
-        """Stop listening and cancel all calls. Wait at most `timeout_s` for their end, and close all connections."""
+        """Stop listening and cancel all calls. Wait until they end, at most `timeout_s`, and close all connections."""
         if self._server is not None:
             self._server.close()
         tasks = [task for each in self.connections for task in cast(CallHandler, each.handler).tasks.values()]

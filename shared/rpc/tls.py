@@ -1,8 +1,8 @@
 """Mutual TLS between the processes of a cluster, and the signatures on their entries in Redis.
 
-One PEM file (or a directory in cert-manager's layout) is the identity and the only trust root of every process. A peer
-is a member of the cluster if that root signed the peer's certificate. Host names are not checked, because the addresses
-of nodes change with each start and all members have the same rights.
+One PEM file (or a directory in cert-manager's layout), which all processes have, is their identity and only trust root.
+A peer is a member of the cluster if that root signed the peer's certificate. Host names are not checked, because the
+addresses of nodes change with each start and all members have the same rights.
 """
 
 import base64
@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 from shared.logs import peer_log
 
 HANDSHAKE_S = 4.0
-MAX_HANDSHAKES = 512  # maximum number of incomplete handshakes, which clients without a certificate can start too
+MAX_HANDSHAKES = 512  # maximum number of incomplete handshakes, because clients without a certificate can start them
 MAX_FILE_BYTES = 1 << 16
 PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z ]*PRIVATE KEY)-----([A-Za-z0-9+/=\s]+)-----END \1-----")
 REGISTRY_PURPOSE = b"baton registry 1"
@@ -34,7 +34,7 @@ class AuthenticationError(ConnectionError):
 
 
 class ServerContext(ssl.SSLContext):
-    """A server's side of TLS, with a bound on the connections that have not completed their handshake."""
+    """A server's side of TLS, which limits the number of connections that have not completed their handshake."""
 
     def __init__(self, _protocol: int) -> None:
         self.handshakes: dict[ServerHandshake, float] = {}  # start time of each handshake in progress, oldest first
@@ -147,7 +147,7 @@ _own: list[ClusterIdentity] = []  # at most one identity, which every connection
 
 
 def configure(path: str, listens: Mapping[str, str]) -> None:
-    """Use the identity in `path`, if given, for every connection that this process makes or accepts from now on.
+    """Use the identity in `path`, if given, for every connection that this process opens or accepts from now on.
 
     `listens` maps flags to the addresses that this process will listen on. Raises ConfigError if the file cannot be
     used, or if no file is given and an address can be reached from other machines.
@@ -170,7 +170,7 @@ def own() -> ClusterIdentity | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is reachable only from this machine. Raises ConfigError if unresolvable."""
+    """Return whether only this machine can reach a host name or address. Raises ConfigError if it does not resolve."""
     try:
         found = {str(address[0]).partition("%")[0] for *_, address in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError) as error:

@@ -120,12 +120,12 @@ BAD_FOR_NODES = [
         "num_speculative_tokens: Input should be",
     ),
     ("speculative_config", '{"method": "ngram", "lookup": 2}', "lookup: Extra inputs"),
-    ("speculative_config", '{"method": "ngram", "model": "m"}', "give the draft model with the method draft_model"),
-    ("speculative_config", "draft_model", "give the draft model with the method draft_model"),
+    ("speculative_config", '{"method": "ngram", "model": "m"}', "model: required with the method draft_model"),
+    ("speculative_config", "draft_model", "model: required with the method draft_model"),
     (
         "speculative_config",
         '{"method": "deepseek_mtp", "model": "m"}',
-        "with the method draft_model or eagle3, and only then",
+        "draft_model or eagle3, refused with other methods",
     ),
     ("speculative_config", '{"method": "ngram", "prompt_lookup_min": 5}', "prompt_lookup_min must be at most"),
 ]

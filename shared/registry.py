@@ -506,7 +506,7 @@ class RedisRegistry(Registry):
         super().__init__()
         self.state = "down"
         self.error = ""  # why Redis does not answer
-        self.skipped = 0  # number of entries that were malformed, unsigned or beyond MAX_NODES
+        self.skipped = 0  # number of entries in the last answer that were malformed, unsigned or beyond MAX_NODES
         self._client = _client(url)
         self._identity = tls.own()
         self._prefix, self._index = _keys(cluster)
@@ -554,7 +554,6 @@ class RedisRegistry(Registry):
     async def _read(self) -> tuple[dict[str, NodeInfo], dict[str, bytes]]:
         """Return two dicts, keyed by name: the nodes, and the members of the index for which Redis has no key."""
         members = sorted(await self._client.smembers(self._index))
-        self.skipped += max(0, len(members) - MAX_NODES)
         names = {member.decode("utf-8", "replace"): member for member in members[:MAX_NODES]}
         entries: dict[str, tuple[bytes, NodeInfo | None]] = {}
         ordered = list(names)
@@ -567,7 +566,7 @@ class RedisRegistry(Registry):
                     entries[name] = known if known and known[0] == value else (value, self._unsealed(name, value))
         self._entries = entries
         found = {name: info for name, (_, info) in entries.items() if info is not None}
-        self.skipped += sum(info is None for _, info in entries.values())
+        self.skipped = max(0, len(members) - MAX_NODES) + sum(info is None for _, info in entries.values())
         return found, {name: member for name, member in names.items() if name not in entries}
 
     def _unsealed(self, name: str, value: bytes) -> NodeInfo | None:

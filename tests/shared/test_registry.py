@@ -450,7 +450,7 @@ async def test_malformed_and_misplaced_entries_are_skipped_and_the_others_are_li
     async with watching() as registry:
         await reads(redis, 2)
         assert registry.nodes == {"d0": INFO}
-        assert registry.skipped >= 2
+        assert registry.skipped == 3
         assert registry.state == "ok"
 
 
@@ -518,7 +518,7 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
             assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
             await reads(redis, 2)
             assert registry.nodes == {"d0": INFO}
-            assert registry.skipped >= 2
+            assert registry.skipped == 2
             assert sum("is skipped" in record.getMessage() for record in caplog.records) == 1, "logged once"
         await stranger.close()
         await node.close()

@@ -54,7 +54,7 @@ class Reservation:
 
 
 class ReservationTable:
-    """The reservations of one decode node, by id.
+    """The reservations of one decode node, keyed by id.
 
     The `HandoffReceiver` owns the table, and uses it only on the event loop. A reservation leaves the table when it is
     committed, or when its writer can no longer write. The methods return each failed reservation once when it enters
@@ -110,7 +110,7 @@ class ReservationTable:
 
     @staticmethod
     def reopen(reservation: Reservation) -> bool:
-        """Let the writer write the unchecked rows once more, and commit again. Return False the second time."""
+        """Let the writer write the unchecked rows once more, and commit again. Return False if it has done this."""
         if reservation.is_repeated:
             return False
         reservation.is_repeated = True

@@ -55,7 +55,7 @@ class RequestRules:
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """One request in progress. `num_tokens` is what the request counts toward `ActiveRequests.num_tokens`."""
+    """One request in progress. `num_tokens` counts submitted tokens, and images as PIXEL_BYTES_PER_TOKEN defines."""
 
     request: Request
     router: str
@@ -72,7 +72,7 @@ def _refusal(pooling: str) -> str:
 
 
 class ActiveRequests:
-    """The requests in progress, by id.
+    """The requests in progress, keyed by id.
 
     The node and its role adapter use this class on the event loop. Commands for the scheduler are posted to the
     engine's thread and run there in order. A request is registered once and ends once: the first call of `finish`,
@@ -90,7 +90,7 @@ class ActiveRequests:
         images: ImageEncoding | None = None,
     ) -> None:
         """`images` is None if the node encodes no images."""
-        self.num_tokens = 0  # submitted tokens of all entries, where images count as PIXEL_BYTES_PER_TOKEN defines
+        self.num_tokens = 0  # sum of the `num_tokens` of all entries
         self._entries: dict[str, ActiveRequest] = {}
         self._state = state
         self._engine = engine
@@ -197,7 +197,7 @@ class ActiveRequests:
             )
 
     def _compile(self, grammar: str) -> "asyncio.Future[TokenMatcher] | None":
-        """Begin to compile a grammar, which can take a second, on another thread. Return None if there is none."""
+        """Begin to compile the grammar, if any, on another thread. A large grammar can take a second."""
         if not grammar or self._rules.grammars is None:
             return None
         return self._loop.run_in_executor(self._compiler, TokenMatcher, self._rules.grammars, grammar)

@@ -3,7 +3,7 @@
 Requests from a router go to the engine, and the results of the engine's steps go back to the router. The adapter of the
 current role sends the KV of prompts to decode nodes, or receives KV from prefill nodes. To switch its role, a node
 drains and then uses the adapter of the other role. The node keeps its weights, its KV pool and its prefix cache. After
-the switch, the adapter of the former role starts no handoffs, but still answers calls of peers about earlier
+the switch, the adapter of the previous role starts no handoffs, but still answers calls of peers about earlier
 reservations.
 """
 

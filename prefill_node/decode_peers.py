@@ -59,7 +59,7 @@ class DecodePeer:
     reserving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_RESERVING))
     channel: KVChannel | None = None  # the channel that was chosen last, for these `descriptors`
     descriptors: dict[str, bytes] = field(default_factory=dict)
-    # The descriptor with which each channel last failed, by channel name.
+    # For each channel name, the descriptor with which a push over the channel last failed.
     failed: dict[str, bytes] = field(default_factory=dict)
     # Reservations whose leases are renewed, each with a function that cancels its handoff.
     reservations: dict[bytes, Callable[[str], None]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class DecodePeer:
 
 
 class DecodePeers:
-    """The decode nodes in use, by address. `channels` lists this node's channels, best first.
+    """The decode nodes in use, keyed by address. `channels` lists this node's channels, best first.
 
     The `HandoffSender` owns this object, and uses it only on the event loop. The object renews leases, retries stops,
     and forgets peers that are gone.

@@ -43,8 +43,8 @@ class BlockPool:
         assert num_rows >= 2, "a pool holds the dummy row and at least one other"
         self.total = num_rows - 1
         self._empty: list[int] = []  # freed rows; they are taken before rows that were never allocated
-        # The first row of each bundle without an owner, least recently used first. In a plain dict, finding the first
-        # key would take longer with each first key that was removed.
+        # The first row of each bundle without an owner, least recently used first. A plain dict would take longer to
+        # find its first key each time that its first key is removed.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_cached = 0  # number of cached rows
         # These two lists have entries only for the dummy row and for rows that were allocated at least once, so a new

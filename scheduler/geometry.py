@@ -104,7 +104,7 @@ class Geometry:
         """Return the rows of a prompt that a peer needs, in the order of transfer.
 
         The peer already has the first `held` blocks of "full" groups. Blocks that no query from `fork_point` on sees
-        are left out. Rows are ordered by block, then by group and row. The rows of the state come last.
+        are omitted. Rows are ordered by block, then by group and row. The rows of the state come last.
         """
         size, places, fork = self.block_tokens, [], self.fork_point(num_prompt)
         firsts = [held if group.kind == "full" else self.first_block(group, fork) for group in self.attention]

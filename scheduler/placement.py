@@ -79,7 +79,7 @@ class PrefixIndex:
         return depth
 
     def forget(self, node: str) -> None:
-        """Remove a node that has left. This scans the whole index."""
+        """Remove a node that has left the cluster. This scans the whole index."""
         others: dict[tuple[str, ...], tuple[str, ...]] = {}
         for generation in (self._young, self._old):
             for name, holders in generation.items():

@@ -18,7 +18,7 @@ class RequestState(Enum):
     WAITING = "waiting"  # holds no blocks and waits for admission
     RECEIVING_KV = "receiving_kv"  # its blocks are reserved and a peer is writing them
     RUNNING = "running"  # holds blocks and is being computed
-    SENDING_KV = "sending_kv"  # its prompt is computed; its blocks are held until a peer has their content
+    SENDING_KV = "sending_kv"  # its prompt is computed; it keeps its blocks until a peer has their content
     DONE = "done"  # holds no blocks
 
 
@@ -61,7 +61,7 @@ class Request:
     matcher: Any = None  # a TokenMatcher for the runner, if the answer must match a grammar
     prompt_ids: Any = None  # the prompt's distinct tokens for penalties; set and read by the runner
     media: tuple[MediaSpan, ...] = ()  # images of the prompt, in order
-    images: Any = None  # the `Media` of each span, for the runner; None if the runner computes no image tokens
+    images: Any = None  # the `PromptImage` of each span, for the runner; None if the runner computes no image tokens
 
     arrival: int = -1  # order of arrival on this node
     state: RequestState = RequestState.WAITING

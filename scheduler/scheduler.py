@@ -231,8 +231,8 @@ class Scheduler:
     def schedule(self, gathers: bool = False) -> Step:
         """Decide the next step. The step has no slices if no request can run now.
 
-        `gathers` is for simulators: decodes may then be in `Step.decodes` instead of slices, which is faster. The
-        caller must ensure that no step is in flight and that each of these decodes samples token 0.
+        Simulators set `gathers`: decodes may then be in `Step.decodes` instead of slices, which is faster. The caller
+        must ensure that no step is in flight and that each of these decodes samples token 0.
         """
         step = Step(self._steps, [], [])
         self.budget.begin(self.cost, self.num_receiving > 0 or any(map(self._decodes, self.running)))
@@ -727,7 +727,7 @@ class Scheduler:
         return count
 
     def _give_up_third_state(self) -> bool:
-        """Release the third state of a running request that is in no step in flight. Return False if there is none."""
+        """Release the third state of a running request that is in no step in flight. Return whether one was found."""
         spare = (one for one in self.running if len(one.states) > 2 and not one.num_in_flight)
         if self.speculation is None or (request := next(spare, None)) is None:
             return False
@@ -874,9 +874,9 @@ class Scheduler:
     def _save_at(self, request: Request, slice_: Slice) -> int:
         """Return the position in the slice at which to save the state, or 0 to save no state.
 
-        While a prompt is computed, states are saved at multiples of the interval and at the end of the last full block
-        before the prompt's last token. If no state was found at the end of the cached KV, a state is saved there too.
-        Each decode that completes a block saves a state.
+        While a prompt is computed, states are saved at multiples of the interval and at `Geometry.fork_point`. If no
+        state was found at the end of the cached KV, a state is saved there too. Each decode that completes a block
+        saves a state.
         """
         if slice_.is_decode:
             return 0 if slice_.end % self.block_tokens else slice_.end
@@ -972,8 +972,8 @@ class Scheduler:
 def _between_images(request: Request, start: int, count: int, *, may_extend: bool = False) -> int:
     """Return `count`, changed so that the chunk does not end inside an image whose tokens attend to each other.
 
-    A chunk that begins at such an image and is too short for it is extended to its end if `may_extend` is set.
-    Otherwise, the result is 0.
+    If a chunk begins at such an image but is too short for it, the result is 0, or with `may_extend`, the number of
+    tokens up to the end of the image.
     """
     for span in request.media:
         if span.is_atomic and span.start < start + count < span.end:

@@ -72,7 +72,7 @@ def check_node(info: NodeInfo) -> None:
 
 
 class Registry:
-    """The registry in a router. Keeps `nodes` (by id) up to date, and calls `changed` after each change."""
+    """The registry in a router. Keeps `nodes`, keyed by id, up to date, and calls `changed` after each change."""
 
     kind: str
     state = "ok"  # or "down"

@@ -41,7 +41,7 @@ class NameResolver:
         self._answer: asyncio.Future[list[str]] | None = None
 
     async def __call__(self) -> list[str]:
-        """Return the addresses of the host. Raises OSError if there are none, and TimeoutError after TIMEOUT_S."""
+        """Return the host's addresses. Raises OSError if it has no address, and TimeoutError after TIMEOUT_S."""
         if is_address(self._host):
             return [self._host]
         answer = self._answer = self._answer or _look_up(self._host)

@@ -468,7 +468,7 @@ class ComputingSettings(CommonSettings):
     speculative_config: Annotated[str, AfterValidator(check_speculation)] = setting(
         "", 'Speculative decoding, as in vLLM: {"method": "ngram"}, {"model": …} or ngram.', "none"
     )
-    emulate: str = setting("", "Device to emulate (name or JSON file): steps sleep for its predicted times.")
+    emulate: str = setting("", "Device to emulate (name or JSON file): steps only sleep for the predicted times.")
     enable_prefix_caching: bool = setting(True, "Reuse the KV of prompts that share a prefix.")
     kv_channel: Literal["auto", "pool", "cuda_ipc", "shm", "tcp"] = setting(
         "auto", "How KV is transferred; see docs/operations.md.", "the fastest that both nodes support"

@@ -21,7 +21,7 @@ PIECE_BYTES = 8 << 20  # a push checks `stopped` after this many bytes, which ta
 
 
 class ShmChannel(LocalChannel[HostMemory]):
-    """See KVChannel. Close the channel before its memory."""
+    """See KVChannel. The channel must be closed before its memory is."""
 
     name = "shm"
 
@@ -65,7 +65,7 @@ class _Mapping:
 
     def close(self) -> None:
         self._theirs = np.empty((0, 0), np.uint8)  # unmaps
-        self.socket.close()  # the last call, because a closed connection shows the peer that we write no more
+        self.socket.close()  # must come last, because a closed connection shows the peer that we write no more
 
 
 def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -> tuple[socket.socket, Rows]:

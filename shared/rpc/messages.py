@@ -137,7 +137,7 @@ class TokenDelta:
     position: int = 0
     tokens: bytes = b""
     finish: str = ""  # "stop" or "length" if the request is complete
-    error: str = ""  # if this node gave up the request: why
+    error: str = ""  # why this node gave up the request, or ""
     handed_off: bool = False  # all KV has arrived at this node; from now on, only this node generates tokens
     cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -282,7 +282,7 @@ class NodeInfo:
 
 @dataclass(slots=True)
 class NodeListChange:
-    """Registry to a worker of the router: nodes that joined or changed, and ids of nodes that left.
+    """Registry to a worker of the router: nodes that joined or changed, and ids of nodes that left the cluster.
 
     The first messages of a stream list all nodes. `is_complete` is set in the last message of each change.
     """

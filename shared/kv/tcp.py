@@ -75,8 +75,6 @@ class TcpChannel(SocketChannel[KVMemory]):
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Listen on `host`. Our descriptor contains `advertised` or, by default, `host`. Raises OSError."""
-        if advertised is None and host in ("", "0.0.0.0", "::"):
-            raise ValueError(f"--kv-host {host!r} listens on every address: set --advertise")
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = socket.create_server((host, port), family=family, backlog=128)
         self._reservations: dict[bytes, _OpenRows] = {}

@@ -1,5 +1,6 @@
 """Log formats: plain text, or one JSON object per line. A JSON line about a request contains the request's id."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -71,13 +72,10 @@ class JsonLines(logging.Formatter):
 
 
 def json_line(process: str, line: str, level: str = "info") -> str:
-    """Return a line that a process printed as a JSON line. If the line is a JSON object, return it unchanged."""
+    """Wrap a line that a process printed in a JSON line. If the line is a JSON object, return it unchanged."""
     if line.startswith("{") and line.endswith("}"):
-        try:
+        with contextlib.suppress(ValueError):
             json.loads(line)
-        except ValueError:
-            pass
-        else:
             return line
     given = {"name": "baton.up", "levelname": level.upper(), "msg": line}
     return JsonLines(process).format(logging.makeLogRecord(given))

@@ -113,11 +113,6 @@ class Announcer:
         raise NotImplementedError
 
 
-async def _wait(updated: asyncio.Event, timeout_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(updated.wait(), timeout_s)
-
-
 def is_redis(registry: str) -> bool:
     return registry.startswith(("redis://", "rediss://", "unix://"))
 
@@ -489,7 +484,8 @@ class RedisAnnouncer(Announcer):
             except REDIS_FAILURES as error:
                 if outage.failed():
                     log.warning("Redis does not answer (%s): retrying", str(error) or type(error).__name__)
-            await _wait(updated, self._heartbeat_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(updated.wait(), self._heartbeat_s)
 
 
 class RedisRegistry(Registry):

@@ -110,7 +110,7 @@ class ReservationTable:
 
     @staticmethod
     def reopen(reservation: Reservation) -> bool:
-        """Let the writer write the unchecked rows once more, and commit again. Return False if it has done this."""
+        """Let the writer write the unchecked rows and commit again, but only once. Return False at later calls."""
         if reservation.is_repeated:
             return False
         reservation.is_repeated = True

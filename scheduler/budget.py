@@ -124,8 +124,8 @@ class SloBudget(Budget):
 
 
 def tokens_within(cost: CostModel, seconds: float, work: StepWork, start: int) -> float:
-    """Return how many prompt tokens from position `start` on can be added to a step with `work` if the predicted
-    duration of the step may be at most `seconds`. Return 0 if `work` alone takes longer.
+    """Return how many prompt tokens, from position `start` on, can be added to a step with `work`, so that the step is
+    predicted to last at most `seconds`. Return 0 if `work` alone takes longer.
 
     A chunk of n tokens costs `per_pair · (n·start + n·(n + 1)/2)`, plus `per_token` for each token above the knee.
     """

@@ -167,8 +167,8 @@ def _prefill_work(
 def _decode_load(
     node: NodeView, num_tokens: int, cached_tokens: Mapping[str, int], saved_tokens: int
 ) -> tuple[float, int, int]:
-    """Return the sort key of a decode node. It begins with the larger of two shares that this request would bring into
-    use: that of the KV memory, and that of the batch slots."""
+    """Return the sort key of a decode node. It begins with the larger of two shares that would be in use with this
+    request: the share of the KV memory, and the share of the batch slots."""
     new_tokens = num_tokens - min(num_tokens, cached_tokens.get(node.id, 0))
     memory = (node.kv_tokens + node.outstanding_tokens + new_tokens) / node.kv_capacity_tokens
     places = (node.running + 1) / node.max_num_seqs

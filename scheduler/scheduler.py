@@ -70,9 +70,9 @@ class SchedulerCounters:
 
 
 BY_PRIORITY = attrgetter("priority", "arrival")
-# When a request is admitted, blocks are kept free for this share of the tokens that running requests may still
-# generate, of which at most GROWTH_CAP_TOKENS count per request. Most requests stop early; if the blocks do not
-# suffice, requests are preempted. SGLang does the same, and calls the share the new-token ratio.
+# When a request is admitted, blocks are kept free for the answers of running requests: for each request, this share of
+# the tokens that it may still generate (or of GROWTH_CAP_TOKENS, if that is less). Most requests stop early; if the
+# blocks do not suffice, requests are preempted. SGLang does the same, and calls the share the new-token ratio.
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 
@@ -410,7 +410,7 @@ class Scheduler:
 
         Return None and change nothing if scheduling with slices might give another result. This is the case:
 
-        - with speculation, several groups of layers, or a policy that does not mix steps or schedules prompts first
+        - with speculation, several groups of layers, or a policy that is not `mixed` or schedules prompts first
         - if a running request is in a step in flight, sends its KV, or has only its last prompt token left to compute
         - if there are too few free blocks
         """
@@ -886,7 +886,7 @@ class Scheduler:
         return next((at for at in (request.junction, last, regular) if slice_.start < at <= slice_.end), 0)
 
     def _finish_save(self, slice_: Slice, is_good: bool) -> None:
-        """Name the state that the slice saved, so that other requests find it, and release its rows."""
+        """Release the rows of the state that the slice saved. If `is_good`, name the state, so that it can be found."""
         request, use = slice_.request, slice_.state
         rows = self._saves.pop(id(slice_))
         if is_good and use is not None:

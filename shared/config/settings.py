@@ -69,7 +69,7 @@ def parse_count(value: int | str) -> int | str:
 
 
 def parse_image_limit(value: str | int) -> int | str:
-    """Return the number of images in a value of vLLM's --limit-mm-per-prompt, such as '{"image": 4}' or image=4. Return
+    """Return the limit on images in a value of vLLM's --limit-mm-per-prompt, such as '{"image": 4}' or image=4. Return
     a plain number unchanged. Raises ValueError if the value is malformed, or allows videos or audio."""
     text = str(value).strip()
     if re.fullmatch(r"\d+", text, re.ASCII):
@@ -111,7 +111,7 @@ def format_value(value: object) -> str:
 
 
 def private_directory() -> str:
-    """Return a directory for unix sockets. No other user can write to it, and its path is short enough for sockets."""
+    """Return the default of --kv-directory: a directory of this user whose path is short enough for unix sockets."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.access(runtime, os.W_OK):
         return str(Path(runtime) / "baton")

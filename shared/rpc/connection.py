@@ -82,7 +82,7 @@ class ClosingTransport:
 
 
 class BoundedStream(H2Stream):
-    """A stream that rejects a message that is compressed or too long, after reading only the message's header."""
+    """A stream that rejects compressed messages and long messages after reading only their headers."""
 
     _at_header = True
 

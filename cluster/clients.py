@@ -2,7 +2,6 @@
 
 import json
 import re
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from urllib.parse import quote
 
 import httpx
 
-from shared.api_client import bearer
+from shared.api_client import bearer, verification
 
 TIMEOUT_S = 5.0
 ANSWER_S = 120.0  # timeout of a chat answer, which may begin late on a busy cluster
@@ -62,7 +61,7 @@ def request(
         client = httpx.Client(
             timeout=limits,
             trust_env=False,
-            verify=ssl.create_default_context() if url.startswith("https:") else False,  # respects SSL_CERT_FILE
+            verify=verification(url),
             headers=bearer(api_key),
             event_hooks={"request": [on_sending]},
         )

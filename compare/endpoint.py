@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from shared.api_client import bearer
+from shared.api_client import bearer, verification
 
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
@@ -37,7 +37,9 @@ class Endpoint:
         self.model = ""
         self.max_model_len = 0
         # Ignore proxy settings, because a proxy would add its own delay.
-        self._client = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False, headers=bearer(api_key))
+        self._client = httpx.AsyncClient(
+            timeout=REQUEST_TIMEOUT_S, trust_env=False, verify=verification(url), headers=bearer(api_key)
+        )
 
     async def connect(self) -> None:
         """Determine which model the stack serves and whether it is Baton."""

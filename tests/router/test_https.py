@@ -16,6 +16,7 @@ from cluster.secret import new_pem
 from router.__main__ import HttpServer, listen
 from router.http import certificate as certificates
 from router.http.certificate import Certificate
+from shared.api_client import verification
 from shared.config.settings import RouterSettings, resolve
 from shared.errors import ConfigError
 from tests.router.scripted import MODEL, ScriptedDispatcher, app_of
@@ -78,6 +79,18 @@ async def test_completions_are_answered_over_https_only(port: int, content: byte
     async with httpx.AsyncClient(verify=client_context(new_pem())) as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(f"https://127.0.0.1:{port}/health")
+
+
+async def test_commands_trust_the_authority_in_ssl_cert_file(
+    port: int, pem: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(pem.with_name("ca.pem"), certificate_of(content))
+    monkeypatch.setenv("SSL_CERT_FILE", str(pem.with_name("ca.pem")))
+    context = verification("https://127.0.0.1")
+    assert isinstance(context, ssl.SSLContext)
+    context.check_hostname = False  # the certificate names no host
+    async with httpx.AsyncClient(verify=context, trust_env=False) as client:
+        assert (await client.get(f"https://127.0.0.1:{port}/health")).status_code == 200
 
 
 async def test_a_refused_body_gets_its_error_and_the_connection_ends(port: int, content: bytes) -> None:

@@ -12,12 +12,12 @@ E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1
 
 @dataclass(slots=True)
 class GroupedWeight:
-    """A matrix [out, in] of 4-bit codes. A weight is scale * (table[code] - zero); a group of inputs shares a scale and
-    a zero.
+    """A matrix [out, in] of 4-bit codes. A weight is scale * (table[code] - zero point). Each row has a scale and a
+    zero point for each group of adjacent columns.
 
-    `codes` is uint8 [out, in / 2], with the code of the even input in the low bits. `scales` and `zeros` are float32
-    [out, groups]; if `zeros` is None, all zeros are 0. If `order` (int64 [in]) is given, column i multiplies input
-    order[i]."""
+    `codes` is uint8 [out, in / 2], with the code of the even column in the low bits. `scales` and `zeros` are float32
+    [out, groups]; if `zeros` is None, all zero points are 0. If `order` (int64 [in]) is given, column i multiplies
+    input order[i]; otherwise, it multiplies input i."""
 
     codes: Tensor
     table: tuple[float, ...]
@@ -31,11 +31,11 @@ class GroupedWeight:
 
     @property
     def group(self) -> int:
-        """The number of inputs that share a scale."""
+        """The number of columns in a group."""
         return self.shape[1] // self.scales.shape[1]
 
     def rows(self, which: Tensor) -> Self:
-        """Return a matrix of only the rows (outputs) whose indices are in `which`, in this order."""
+        """Return a matrix with the rows (outputs) at the indices `which`, in this order."""
         zeros = None if self.zeros is None else self.zeros[which]
         return type(self)(self.codes[which], self.table, self.scales[which], zeros, self.order)
 
@@ -52,7 +52,7 @@ class GroupedWeight:
 
 @dataclass(slots=True)
 class ChannelWeight:
-    """A matrix of int8 [out, in]. Each output has a scale, float32 [out]. Activations are rounded to 8 bits."""
+    """An int8 matrix [out, in] with a scale per output, float32 [out], for activations rounded to 8 bits (W8A8)."""
 
     levels: Tensor
     scales: Tensor
@@ -86,7 +86,7 @@ def packed(codes: Tensor) -> Tensor:
 
 
 def joined(parts: list[Weight]) -> Weight:
-    """Concatenate matrices along their outputs. The result is dense if the parts differ in form, grouping or order."""
+    """Concatenate matrices along their outputs. The result is dense if forms, tables, group sizes or orders differ."""
     first = parts[0]
     if len(parts) == 1:
         return first

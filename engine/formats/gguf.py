@@ -1,6 +1,6 @@
 """Reads GGUF files (llama.cpp). Only the tensors are used; config.json and tokenizer.json describe the model.
 
-Lengths in the header are checked against the size of the file before anything is read, because files are not trusted.
+Each length in the header is checked against the size of the file before it is used, because files are not trusted.
 """
 
 import math
@@ -25,7 +25,7 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-# Maps the number of a tensor type to its name and to the numbers of values and bytes in a block.
+# Keyed by ggml's number of a tensor type: the type's name, the values per block, and the bytes per block.
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 8: ("Q8_0", 32, 34),
     12: ("Q4_K", 256, 144), 14: ("Q6_K", 256, 210),
@@ -34,7 +34,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # sizes of metadata values, by type
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
-HEADER_BYTES = 2**26  # limit of the header's size; the tokenizer's vocabulary, a part of the header, has a few MiB
+HEADER_BYTES = 2**26  # maximum size of a header, which consists mainly of the tokenizer's vocabulary (a few MiB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class _Header:
 
 
 def read_entries(file: Path) -> tuple[str, dict[str, Entry]]:
-    """Return the architecture and the tensors of a file. Raises ValueError if the header is malformed, a tensor is
-    outside of the file, or a tensor's type is not supported."""
+    """Return the architecture and the tensors of a file. Raises ValueError if the header is malformed, a tensor extends
+    beyond the end of the file, or a tensor's type is not supported."""
     header = _Header(file)
     if header.skip(4) != b"GGUF" or header.number("<I") not in {2, 3}:
         raise ValueError(f"{file}: not a GGUF file of version 2 or 3")
@@ -122,10 +122,10 @@ def read_entries(file: Path) -> tuple[str, dict[str, Entry]]:
 
 
 class GgufCheckpoint:
-    """The tensors of a GGUF file, by their names in Hugging Face checkpoints. Each is returned once, on `device`.
+    """The tensors of a GGUF file. Callers request each tensor once, by its name in Hugging Face checkpoints.
 
-    Matrices in Q4_0 keep their 4-bit codes. Other quantized tensors become float16. Methods raise ValueError, with the
-    name of the tensor, if a tensor is missing or does not have the shape that the config gives.
+    Tensors are returned on `device`. Matrices in Q4_0 keep their 4-bit codes. Other quantized tensors become float16.
+    Methods raise ValueError, with the tensor's name, if a tensor is missing or its shape differs from the config's.
     """
 
     def __init__(self, file: Path, config: ModelConfig, device: torch.device) -> None:
@@ -149,8 +149,8 @@ class GgufCheckpoint:
         return self._read(f"{name}.weight", (out, width), codes=True)
 
     def finish(self) -> None:
-        """Raise ValueError if a tensor was not taken. `rope_freqs`, whose values derive from config.json, and a copy of
-        a tied matrix are exempt."""
+        """Raise ValueError if a tensor was not requested. Two tensors are exempt: `rope_freqs`, whose values follow
+        from config.json, and an output matrix that is a copy of tied embeddings."""
         known = {"rope_freqs.weight"} | ({"output.weight"} if self._config.tie_word_embeddings else set())
         if left := self._entries.keys() - known:
             raise ValueError(
@@ -182,7 +182,7 @@ def gguf_name(name: str) -> str:
 
 
 def read_tensor(file: Path, entry: Entry, device: torch.device, codes: bool = False) -> Weight:
-    """Return a tensor. With `codes`, a tensor in Q4_0 keeps its codes."""
+    """Read a tensor. Quantized tensors become float16, but if `codes` is true, Q4_0 becomes a `GroupedWeight`."""
     with file.open("rb") as stream:
         stream.seek(entry.start)
         data = bytearray(stream.read(entry.num_bytes))

@@ -13,10 +13,10 @@ Scales = list[tuple[float, float]]
 
 
 def read_kv_scales(path: Path, config: ModelConfig) -> Scales:
-    """Return the scales of keys and values of each layer that keeps KV. Scales that the checkpoint lacks are 1.
+    """Return the scale of the keys and the scale of the values of each layer that stores KV. A missing scale is 1.
 
-    Keys and values are divided by their scales before the pool stores them. Raises ValueError, with the name of the
-    tensor, if a scale is not one positive number.
+    Keys and values are divided by their scales before they are stored in the pool. Raises ValueError, with the name of
+    the tensor, if a scale is not one positive number.
     """
     scales = [(1.0, 1.0)] * config.num_kv_layers
     if weight_files(path)[0].suffix == GGUF:

@@ -19,9 +19,8 @@ Codes = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # codes [out, in], 
 class QuantizedReader:
     """The matrices of one quantized checkpoint. A matrix is read when `load_model` requests it.
 
-    Quantized checkpoints leave some matrices unquantized; these are returned dense, as they are stored. Methods raise
-    ValueError, with the name of the tensor, if a tensor is missing, has a wrong shape or dtype, or if a scale is not
-    finite.
+    Matrices that a checkpoint stores unquantized are returned as they are stored. Methods raise ValueError, with the
+    name of the tensor, if a tensor is missing, has a wrong shape or dtype, or if a scale is not finite.
     """
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme) -> None:
@@ -57,7 +56,7 @@ class QuantizedReader:
         (high, wide), own = self._scheme.block, f"{name}_scale_inv"
         if high:
             scales = self._scale(own, count, -(-out // high), -(-width // wide))
-        else:  # each expert has one scale, or two scales: for gate and for up
+        else:  # each expert has one scale, or one scale for gate and one for up
             shape = self._files.shape_of(own)
             rows = 2 if shape == [count, 2, 1] and out % 2 == 0 else 1
             scales = self._scale(own, *([count] if shape == [count] else [count, rows, 1])).view(count, rows, 1)
@@ -124,11 +123,12 @@ class QuantizedReader:
     def _integers(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None, owners: Tensor | None, group: int
     ) -> Weight:
-        """Return scale * (code - zero). `owners` has each input's group, or is None if the groups are consecutive."""
+        """Return the weights scale * (code - zero point). `owners` is the group of each input, or None if each group
+        consists of adjacent inputs."""
         middle = 1 << self._scheme.bits - 1
         offsets = None if zeros is None else zeros.float() - middle
         if offsets is not None and not bool(offsets.any()):
-            offsets = None  # symmetric weights: the values in the table already take account of the zero
+            offsets = None  # symmetric: INTEGERS, the table of values, already includes the zero point
         order = None
         if owners is not None:
             order = owners.argsort(stable=True)
@@ -166,7 +166,7 @@ class QuantizedReader:
         self._divisible(name, out, per)
         codes = _unpacked(self._files.codes(f"{name}.qweight", torch.int32, width // per, out).T, bits).flatten(1)
         zeros = _unpacked(self._files.codes(f"{name}.qzeros", torch.int32, groups, out // per), bits).flatten(1).T
-        zeros = zeros.int() + self._scheme.zeros_less_one & (1 << bits) - 1  # a zero of 0 is stored as the largest code
+        zeros = zeros.int() + self._scheme.zeros_less_one & (1 << bits) - 1  # 0 is stored as the largest code
         owners = self._owners(f"{name}.g_idx", width, groups)
         return codes, self._scale(f"{name}.scales", groups, out).T, zeros, owners
 
@@ -188,7 +188,7 @@ class QuantizedReader:
         suffix = "weight_global_scale" if self._scheme.divides else "weight_scale_2"
         whole = self._channels(f"{name}.{suffix}", 1)
         if self._scheme.divides and not bool(whole.all()):
-            self._files.refuse(f"{name}.{suffix}", "is 0, by which scales are divided")
+            self._files.refuse(f"{name}.{suffix}", "is 0, but scales are divided by it")
         return GroupedWeight(codes, E2M1, scales / whole if self._scheme.divides else scales * whole)
 
     # ---- tensors -----------------------------------------------------------------------------------------------
@@ -216,16 +216,16 @@ class QuantizedReader:
             return None
         owners = self._files.codes(name, (torch.int32, torch.int64), width).long()
         if not bool(((owners >= 0) & (owners < groups)).all()):
-            self._files.refuse(name, f"has a number outside of 0 to {groups - 1}, the groups of inputs")
+            self._files.refuse(name, f"has a number that is not the index of a group (0 to {groups - 1})")
         return owners
 
     def _divisible(self, name: str, size: int, by: int) -> None:
         if size % by:
-            self._files.refuse(name, f"has a side of {size}, which is not a multiple of {by}, as its format needs")
+            self._files.refuse(name, f"has a dimension of {size}, but its format requires a multiple of {by}")
 
 
 def _spread(scales: Tensor, high: int, wide: int, out: int, width: int) -> Tensor:
-    """Return the scale of each weight, [out, width], from the scales of blocks of `high` x `wide` weights."""
+    """Expand `scales`, one per block of `high` x `wide` weights, to one scale per weight, [out, width]."""
     return scales.repeat_interleave(high, 0)[:out].repeat_interleave(wide, 1)[:, :width]
 
 

@@ -23,9 +23,9 @@ COMPRESSED: dict[str, Layout] = {
 class Scheme:
     """How the quantized matrices of a checkpoint are stored. Other matrices of the same checkpoint may be dense.
 
-    `group` is the number of inputs that share a scale, or 0 if all do. `block` is the shape of the FP8 blocks that
-    share a scale, or (0, 0). If `divides`, the global scale of NVFP4 is a divisor. If `zeros_less_one`, GPTQ's zeros
-    are stored as zero - 1. If `activations`, activations are rounded to 8 bits too.
+    `group` is the number of inputs that share a scale, or 0 if all do. `block` is the shape of an FP8 block, whose
+    weights share a scale, or (0, 0). If `divides`, the global scale of NVFP4 is a divisor. If `zeros_less_one`, GPTQ's
+    zeros are stored as zero - 1. If `activations`, activations are rounded to 8 bits too.
     """
 
     method: str
@@ -99,7 +99,7 @@ def _compressed(given: ConfigReader) -> Scheme:
         given.refuse("sparsity_config", "sparse weights are not supported; use a dense checkpoint")
     groups = given.nested("config_groups")
     if len(groups.values) != 1:
-        given.refuse("config_groups", "it must have one group of modules with one format")
+        given.refuse("config_groups", "only one group of modules, with one format, is supported")
     (name,) = groups.values
     group = groups.nested(name)
     form = (group if group.values.get("format") else given).text("format", "")
@@ -111,7 +111,7 @@ def _compressed(given: ConfigReader) -> Scheme:
         ("fp8", "float", 8), ("packed int4", "int", 4), ("packed int4", "int", 8), ("int8", "int", 8),
         ("nvfp4", "float", 4), ("mxfp4", "float", 4),
     }:  # fmt: skip
-        weights.refuse("num_bits", f"the format {form} is not supported with this number of bits of type {kind}")
+        weights.refuse("num_bits", f"the format {form} does not support this number of bits for the type {kind}")
     block = _block(weights, "block_structure") if weights.values.get("strategy") == "block" else (0, 0)
     size = {"nvfp4": 16, "mxfp4": 32}.get(layout, 0) if weights.values.get("group_size") is None else _group(weights)
     rounded = group.values.get("input_activations") is not None

@@ -18,14 +18,14 @@ from shared.kv.layout import BYTES_OF
 
 
 class WorkingMemory:
-    """The working memory of each thread. The areas of a thread are, in order:
+    """The working memory of all threads. Each thread has these areas:
 
     0. the queries of a decode, as rows
     1. the scores of a tile
-    2. the sums of weighted values of each row; the kernel also uses this area while it transposes a chunk's queries
-    3. the largest score of each row
-    4. the sum of the weights of each row
-    5. the addresses of the tokens of three tiles, and room for the addresses or the scales of LANES rows
+    2. each row's sum of weighted values; before that, a chunk's queries as rows, from which area 6 is written
+    3. each row's largest score
+    4. the sum of each row's weights
+    5. three lists of the addresses of a tile's tokens, and room for LANES addresses or scales of rows
     6. the queries of a chunk, as columns
     7. the number of tokens that each row sees
     8. a tile converted to float32
@@ -97,7 +97,7 @@ class NumbaPlan:
         self._backend = backend
         self._batch = batch
         self._threads = torch.get_num_threads()
-        self._prepared: dict[tuple[int, int, int], PreparedAttention] = {}  # by (window, head_dim, wide)
+        self._prepared: dict[tuple[int, int, int], PreparedAttention] = {}  # keyed by (window, head_dim, wide)
         layout = backend.pool.layout
         self._strides = (layout.block_bytes, layout.layers * layout.layer_bytes, layout.block_tokens)
 
@@ -108,7 +108,7 @@ class NumbaPlan:
         prepared = self.prepared(q.shape[1], layer.window, q.shape[2], layer.wide)
         out = empty(*q.shape)
         rest = (self._backend.layer_address(layer.index), *prepared.rest)
-        memory = self._backend.memory(torch.get_num_threads(), prepared.group, q.shape[2])  # separate for each thread
+        memory = self._backend.memory(torch.get_num_threads(), prepared.group, q.shape[2])
         sinks = 0 if layer.sinks is None else layer.sinks.data_ptr()
         softcap = self._backend.address_of(layer.softcap) if layer.softcap else 0
         attend(
@@ -148,7 +148,7 @@ class NumbaPlan:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """Kernel arguments that are the same for every layer, and the objects whose addresses are among the arguments."""
+    """Kernel arguments that several layers share, and the objects whose addresses are among these arguments."""
 
     group: int
     operations: int

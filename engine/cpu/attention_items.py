@@ -26,10 +26,10 @@ PARTS_PER_THREAD = 2  # long contexts are divided so that each thread gets about
 def divide(values: Any) -> None:
     """Store the items of a step, and the items whose parts must be merged (see `AttentionWork`).
 
-    `values`: the number of slices; the addresses of their starts and ends; the number of queries per item and of query
-    heads per key head; the window; the first visible position; the number of key heads, of parts in which all contexts
-    together are divided (0: not divided), and of items for which there is memory; and the addresses of the items, of
-    the merged items and of four results: both numbers of items, rows of partial results, and operations."""
+    The first lines name the `values`. `at_once` is the number of queries per item, `group` the number of query heads
+    per key head, and `first_key` the first visible position. All contexts together are divided into about `shares`
+    parts, or are not divided if `shares` is 0. There is memory for `most` items. The `results` are the number of items,
+    the number of items to merge, the number of rows of partial results, and the number of operations."""
     slices, at_once, group, window, first_key = values[0], values[3], values[4], values[5], values[6]
     kv_heads, shares, most = values[7], values[8], values[9]
     starts, ends = carray(pointer_to(values[1]), slices, np.int64), carray(pointer_to(values[2]), slices, np.int64)
@@ -74,9 +74,9 @@ class AttentionWork:
     An item consists of adjacent queries of one slice, and of all or a part of the context that these queries read.
     Threads take units of work: a unit is the work of one item for one key head.
 
-    An item's fields, int32, are: slice, row of the first query, number of queries, position of the first query, first
-    and last (exclusive) position of the context, and the row where a part's result begins, or -1. The fields of an item
-    whose parts must be merged are: row of the first query, number of queries, row of the first result, number of parts.
+    Fields of an item, int32: slice, row of the first query, number of queries, position of the first query, start and
+    end of the context, and the row where the item's result begins if the context is divided (otherwise -1). Fields of
+    an entry to merge: row of the first query, number of queries, row of the first part's result, and number of parts.
     """
 
     def __init__(self, batch: Batch, kv_heads: int, group: int, window: int, threads: int) -> None:

@@ -67,8 +67,8 @@ def copy_queries(q: int, to: int, shape: tuple[int, int, int, int, int, int]) ->
 @part
 def turn(rows_q: int, rows: int, group: int, padded: int, to: int, stride: int, listed: int, ends: int) -> None:
     """Transpose a chunk's queries, which are rows at `rows_q`, into columns at `to`. If the number of rows is not a
-    multiple of LANES, copies of the last row fill the last vector. Also store, at `ends`, how many tokens each row
-    sees, counted from the position of the first query. `listed` is working memory for LANES addresses."""
+    multiple of LANES, copies of the last row fill the last vector. At `ends`, also store how many tokens each row sees,
+    counted from the position of the first query. `listed` is working memory for LANES addresses."""
     for row in range(0, rows, LANES):
         for lane in range(LANES):
             r = min(row + lane, rows - 1)
@@ -101,8 +101,8 @@ def score(
     rows_q: int, rows: int, keys: int, code: int, columns: int, padded: int, scores: int, ahead: int,
     tokens_ahead: int, lines: int,
 ) -> None:  # fmt: skip
-    """Compute the scores of a decode's queries: multiply each row of queries by each key of a tile. For each vector of
-    a row, also prefetch `lines` cache lines of the next tile. `ahead` lists the addresses of the next tile's tokens."""
+    """Compute the scores of a decode: multiply each row of queries by each key of a tile. For each vector of a row,
+    also prefetch `lines` cache lines of the next tile. `ahead` lists the addresses of the next tile's tokens."""
     for token in range(0, columns, LANES):
         due = lines if token < tokens_ahead else 0
         fetched = address_at(ahead + 8 * token)
@@ -117,8 +117,8 @@ def add_values(
     scores: int, rows: int, keys: int, code: int, value_from: int, tokens: int, sums: int, padded: int, ahead: int,
     tokens_ahead: int, lines: int, after: int,
 ) -> None:  # fmt: skip
-    """Add a tile's weighted values to the sums of a decode's rows. Also prefetch the next tile, except for the first
-    `after` bytes of each group of LANES tokens, which `score` has prefetched."""
+    """Add a tile's weighted values to the sums of a decode's rows. Also prefetch the next tile: `lines` cache lines per
+    value, from byte `after` of each group of LANES tokens on. `score` has prefetched the first `after` bytes."""
     for token in range(0, tokens, LANES):
         add_product(
             scores + 4 * token, 4 * TILE, keys + 8 * token, code, value_from, sums, 4 * padded, rows,
@@ -229,7 +229,7 @@ def attend(values: Any) -> None:
 
 @kernel
 def merge(values: Any) -> None:
-    """For each divided item and each key head, merge the results of the item's parts into the results of its rows."""
+    """For each divided item and each key head, merge the parts' partial results into one result per row."""
     units, items, out, parts = values[1], values[2], values[3], values[4]
     kv_heads, group, head_dim, sinks = values[5], values[6], values[7], values[8]
     part_bytes = 4 * head_dim + 8

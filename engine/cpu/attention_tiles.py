@@ -34,10 +34,10 @@ FEW_ROWS = 8  # an item with at most this many rows (queries times query heads p
 FEW_TILE = 32  # tokens in a tile for a decode: the current and the next tile fit into the first two levels of cache
 LINE = 64  # bytes of a cache line
 FIELDS = 7  # number of fields of an item: see `engine.cpu.attention_items.AttentionWork`
-# Bytes per block, bytes per token, tokens per block, the code of the pool's dtype, elements per key, and the number of
-# elements from a token's key to its value. The last number is 0 for latents, which are both key and value.
+# In order: bytes per block, bytes per token, tokens per block, code of the pool's dtype, elements per key, and distance
+# in elements from a token's key to its value. The distance is 0 for latents, which are both key and value.
 Sizes = tuple[int, int, int, int, int, int]
-UNSEEN = -1e30  # initial running maximum: finite, so that the difference of two maxima is not NaN
+UNSEEN = -1e30  # initial value of the running maximum: finite, so that the difference of two maxima is not NaN
 
 
 @part
@@ -96,7 +96,7 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
 
 @part
 def shares(rows: int, padded: int, token_bytes: int) -> tuple[int, int]:
-    """Return how many cache lines `score` prefetches per vector of a row, and how many `add_values` does per value.
+    """Return how many cache lines `score` prefetches per vector of a row, and how many `add_values` fetches per value.
 
     The prefetches are spread over the current tile, because the CPU would wait for memory after a burst of prefetches.
     The LANES tokens of a group are assumed to be contiguous. If they are not, the kernel is slower, but correct."""
@@ -111,7 +111,7 @@ def first_tile(
     unit: int, units: int, items: int, table: int, table_width: int, pool: int, head_bytes: int, kv_heads: int,
     group: int, sizes: Sizes, rows: int,
 ) -> int:  # fmt: skip
-    """List the addresses of the tokens in a unit's first tile. Return their number, or 0 if no unit is left."""
+    """List the addresses of the tokens in a unit's first tile. Return their number, or 0 if there is no such unit."""
     if unit >= units:
         return 0
     item = items + 4 * FIELDS * (unit // kv_heads)

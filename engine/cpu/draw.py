@@ -149,7 +149,7 @@ def nth_largest(values, count, nth):
 
 @inlined
 def rest_of_one(key, token):
-    """Return exactly 1 - u, where u is the uniform number of `engine.counter_rng`."""
+    """Return exactly 1 - u, where u is the token's uniform number in `engine.counter_rng`."""
     mixed = key + (np.uint64(token) + _ONE) * _GOLDEN
     mixed = (mixed ^ (mixed >> _30)) * _FACTORS[0]
     mixed = (mixed ^ (mixed >> _27)) * _FACTORS[1]
@@ -159,10 +159,10 @@ def rest_of_one(key, token):
 
 @inlined
 def winner(scores, tokens, count, key):
-    """Return the index of the largest sum of a token's score and noise, where the noise is -log(-log(u)).
+    """Return the index of the token with the largest sum of score and noise. The noise is -log(-log(u)).
 
-    The noise of TILE tokens is computed only if an upper bound shows that one of them may win. The noise is at most
-    -log(1 - u), and log2 of a float is at least its exponent + its mantissa - 1, where 1 <= mantissa < 2."""
+    The noise of TILE tokens is computed only if an upper bound shows that one of them may win: the noise is at most
+    -log(1 - u), and log2(m * 2**e), for 1 <= m < 2, is at least e + m - 1."""
     best, where = -math.inf, 0
     for first in range(0, count, TILE):
         last, hopeful = min(count, first + TILE), 0
@@ -268,9 +268,9 @@ def draw_one(row, count, parameters, area, mask, num_words):
 
 @kernel
 def _draw(values):
-    """Draw the tokens of all rows, which threads take in order. `values`: a counter, the number of rows, the size of
-    the vocabulary, and the addresses of logits, adjusted logits, parameters, result and the threads' areas of memory.
-    Then follow the bytes per area, the address of a list (each row's mask address or 0), and the words per mask."""
+    """Draw the tokens of all rows. Threads take the rows in order. `values`, in order: counter, number of rows, size of
+    the vocabulary; addresses of logits, adjusted logits, parameters, result and the threads' memory; bytes of memory
+    per thread; address of a list of the rows' masks (an address or 0 for each row); number of words of a mask."""
     area = values[7] + values[8] * np.int64(thread_number())
     rows, vocab = values[1], values[2]
     while True:
@@ -293,8 +293,8 @@ def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor, masks: TokenMasks
     """Return each row's token, or the row's error code: `BROKEN` or `NOTHING_ALLOWED`.
 
     `logits` and `adjusted` are float32 [R, vocab]. `adjusted` has the logits after bans, bias and penalties, and may be
-    the same tensor as `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`. `masks`
-    has the allowed tokens of some rows. In each of these rows, the draw considers only the allowed tokens.
+    the same tensor as `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`. For
+    each row that `masks` contains, only the tokens that the mask allows are drawn.
     """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()

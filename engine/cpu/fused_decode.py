@@ -47,9 +47,9 @@ _call_kernel = written(types.void, (types.int64, types.int64), _call)
 
 @kernel
 def run(values: Any) -> None:
-    """Run kernels in order. `values` contains the number of kernels, the list of their addresses, the address of the
-    first kernel's values, and the distance in bytes to the next kernel's values. A kernel starts when all threads
-    have finished the previous one."""
+    """Run kernels in order. A kernel starts when all threads have finished the previous one. `values`, in order: number
+    of kernels, address of the list of their addresses, address of the first kernel's values, and distance in bytes
+    between the values of adjacent kernels."""
     kernels, given, stride = values[1], values[2], values[3]
     for index in range(values[0]):
         _call_kernel(address_at(kernels + 8 * index), given + stride * index)
@@ -89,9 +89,9 @@ class FusedDecode:
         self._memory["scratch"] = torch.empty(top_k * MAX_ROWS, scratch, dtype=torch.uint8)
         self._at = {name: tensor.data_ptr() for name, tensor in self._memory.items()}
         self._calls: list[tuple[Kernel, list[int]]] = []  # the first argument is the number of rows per decode
-        # Indices of the calls of `attend`, by table and window. Each call of `attend` is followed by a call of `merge`.
+        # Indices of the calls of `attend`, keyed by (table, window). A call of `merge` follows each of them.
         self._attends_of: dict[tuple[int, int], list[int]] = {}
-        self._rotations_of: dict[int, list[int]] = {}  # indices of the calls of `rotate_and_store`, by table
+        self._rotations_of: dict[int, list[int]] = {}  # indices of the calls of `rotate_and_store`, keyed by table
         self._write(model)
         self._rows = 0  # number of rows in the last step
         self._rows_for_each = np.array([values[0] for _, values in self._calls])
@@ -99,7 +99,7 @@ class FusedDecode:
         self._values = np.zeros((len(self._calls), VALUES), np.int64)
         for row, (_, values) in zip(self._values, self._calls, strict=True):
             row[: len(values)] = values
-        # As arrays, because converting a list takes longer than the assignment that it is an index of.
+        # Arrays, because with a list as index, an assignment would spend most of its time on converting the list.
         self._rotations = {table: np.array(numbers) for table, numbers in self._rotations_of.items()}
         self._attends = {key: (np.array(numbers), np.array(numbers) + 1) for key, numbers in self._attends_of.items()}
 
@@ -155,7 +155,7 @@ class FusedDecode:
                 self._write_gated(1, layer.mlp.activation)
                 self._multiply(layer.mlp.down, "product", "update")
             self._call(add_norm, 1, size, epsilon, *added, norm_after.data_ptr(), at["normed"])
-        self._multiply(model.head, "normed", "hidden")  # each step replaces "hidden" by memory for the logits
+        self._multiply(model.head, "normed", "hidden")  # each step replaces "hidden" by the address of the logits
 
     def _write_experts(self, experts: Experts) -> None:
         at, spec, size = self._at, experts.spec, self._model.config.hidden_size
@@ -255,7 +255,7 @@ def is_plain(model: Decoder) -> bool:
 
 
 def _products(model: Decoder) -> list[Linear | ExpertLinear]:
-    """Return the weight matrix of each matrix product in a pass, except the routers' matrices."""
+    """Return the weight matrices that a pass multiplies by, except those of the routers of experts."""
     found: list[Linear | ExpertLinear] = [model.head]
     for layer in model.layers:
         assert isinstance(layer, AttentionDecoderLayer)

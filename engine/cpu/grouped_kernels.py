@@ -176,10 +176,9 @@ def multiply_grouped_panel(
 
 @kernel
 def grouped_product(values: Any) -> None:
-    """Multiply rows by a matrix. `values`: number of rows, x and its stride, result and its stride, and memory for the
-    sums of groups. Then follow the constants of the matrix: number of groups, words per group, whether it has zero
-    points, number of panels, weights, bias, table. Each thread multiplies a contiguous range of pairs
-    (block of rows, panel), which are ordered by block."""
+    """Multiply rows by a matrix. The first lines name the `values`; from `groups` on, they are constants of the matrix.
+    `sums` is memory for `sum_groups`, `words` is the number of words per group, and `has_zeros` is 1 if the matrix has
+    zero points. Each thread multiplies a contiguous range of pairs (block of rows, panel), ordered by block."""
     rows, x, x_stride, result, stride, sums = values[0], values[1], values[2], values[3], values[4], values[5]
     groups, words, has_zeros, panels = values[6], values[7], values[8], values[9]
     weights, bias, table = values[10], values[11], values[12]
@@ -200,9 +199,9 @@ def grouped_product(values: Any) -> None:
 
 @kernel
 def expert_grouped_product(values: Any) -> None:
-    """Multiply rows that are sorted by expert. `values` are those of `grouped_product`, with three differences.
-    The weights' address is replaced by the address of a list, which has two addresses per expert: weights and bias. The
-    bias's address is replaced by the address of the experts' row counts. The number of experts comes last."""
+    """Multiply rows that are sorted by expert. `values` are those of `grouped_product`, except that `matrices` (a list
+    of two addresses per expert: weights and bias) replaces `weights`, `counts` (the number of rows of each expert)
+    replaces `bias`, and the number of experts comes last."""
     rows, x, x_stride, result, stride, sums = values[0], values[1], values[2], values[3], values[4], values[5]
     groups, words, has_zeros, panels = values[6], values[7], values[8], values[9]
     matrices, counts, table, experts = values[10], values[11], values[12], values[13]

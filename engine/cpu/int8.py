@@ -21,7 +21,7 @@ ENGINE = "fbgemm"
 LEVELS = 127  # largest value to which weights and activations are rounded
 LEVELS_OF_7_BITS = 63
 ZERO_POINT = 128  # added to rounded activations, because they are multiplied as unsigned bytes
-SMALLEST = 1e-30  # lower bound of a row's or a channel's largest value, to avoid division by 0
+SMALLEST = 1e-30  # replaces a smaller maximum of a row or channel, to avoid division by 0
 
 
 def has_fbgemm() -> bool:
@@ -85,7 +85,7 @@ def rounded_weights(weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """
     scales = weight.abs().amax(1).clamp_(min=SMALLEST).div_(levels)
     if not bool(scales.isfinite().all()):
-        raise ValueError("--quantization int8: the checkpoint has a weight that is NaN or infinite; use another one")
+        raise ValueError("--quantization int8: a weight is NaN or infinite; use another checkpoint")
     return (weight / scales[:, None]).round_().to(torch.int8), scales
 
 

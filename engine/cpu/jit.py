@@ -85,7 +85,7 @@ def cache_places() -> Iterator[Path]:
 def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
     """Return a cache directory for the kernels of a file, in the first of `places` to which only this user can write.
 
-    Its name contains a hash of all kernels' sources, since numba only detects changes of the kernel's file or the CPU.
+    Its name contains a hash of all kernels' sources. Numba detects only changes of the CPU and the kernel's file.
     """
     others = ("counter_rng.py", "kernels.py")  # their constants are compiled into kernels
     files = {*HERE.glob("*.py"), *(HERE.parent / name for name in others), source}
@@ -128,7 +128,7 @@ def _alone_in(directory: Path, name: str) -> Iterator[None]:
 
 
 def _compile_times(lock: TextIO) -> dict[str, float]:
-    """Return how many seconds the compilation of each compiled kernel took, by the kernel's name."""
+    """Return the compile times of the kernels that have been compiled, in seconds, keyed by the kernel's name."""
     lock.seek(0)
     lines = [line.split() for line in lock.read().splitlines()]
     return {line[0]: float(line[1]) for line in lines if len(line) == 2}

@@ -65,7 +65,7 @@ def add_norm(values: Any) -> None:
 
 @inlined
 def activated(gate: Any, up: Any, code: int) -> Any:
-    """Return activation(gate) * up. `code` is an index of ACTIVATIONS. An activation has the form x / (1 + exp(-y))."""
+    """Return activation(gate) * up. `code` is an index of ACTIVATIONS. Every activation is gate / (1 + exp(-y))."""
     one, limit, y = splat(1.0), splat(SWIGLU_LIMIT), gate
     if code == 1:  # the tanh form of GELU: 0.5 (1 + tanh(y / 2)) = 1 / (1 + exp(-y))
         y = gate * multiply_add(gate * gate, splat(0.0713548162716), splat(1.5957691216057))

@@ -2,7 +2,7 @@
 
 By default, glibc maps each block of 32 MiB or more separately, and unmaps it when it is freed. Each step with a long
 chunk then touches new pages, which takes half as long as a large 8-bit matrix product. Threads other than the main one
-have heaps of 64 MiB pieces, which are also unmapped when free. Therefore, all threads are made to share one heap.
+have heaps of 64 MiB pieces, which are also unmapped when they are free. Therefore, all threads share one heap.
 """
 
 import ctypes

@@ -48,14 +48,14 @@ PANEL = LANES * PANEL_VECTORS
 INT8 = 3  # a further code like those in CODES; each step along the depth takes four int8 weights of each column
 HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
 CACHED_STEPS = 1024  # steps of a panel of float weights that fit into the core's second-level cache
-FETCHED_AHEAD = 1024  # bytes by which prefetching is ahead of reading, if a panel is read only once
+FETCHED_AHEAD = 1024  # distance in bytes from reading to prefetching, if a panel is read only once
 # Every tile prefetches a part of the next panel; if only the first tiles did, they would wait for memory. A tile
 # prefetches once per 2^PACE steps to save time. With two tiles, memory limits the speed, so every step prefetches.
 PACE = 2
 # Rows that a thread multiplies at a time. More rows would exceed the first-level cache and would leave threads idle.
 BLOCK_ROWS = 64 * TILE_ROWS
 LINE = 64
-ROUNDER = 12582912.0  # 1.5 * 2**23: the low bits of its sum with a small number are that number, rounded to an integer
+ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to a small number x leaves x, rounded to an integer, in the low bits
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -66,7 +66,7 @@ def _number(value: int) -> Any:
 
 
 def _size(code: int) -> int:
-    """Return the size of a vector of weights in bytes."""
+    """Return the size in bytes of a vector of weights."""
     return LANES * (2 if code in (BFLOAT16, FLOAT16) else 4)
 
 
@@ -221,11 +221,11 @@ def cost_of_experts(experts: int, counts: int, panels: int) -> int:
 
 @kernel
 def product(values: Any) -> None:
-    """Multiply rows by a matrix. `values` begin with the number of rows, x, the stride of x, the result, the stride of
-    the result, and memory in which INT8 stores the rows' scales and the rows rounded to 8 bits. The constants of the
-    matrix follow: code, depth, steps, number of panels, weights, columns (the initial sums of each panel; with INT8
-    also the scales and the bias), and the size in bytes of a panel's part of `columns`. Each thread multiplies a
-    contiguous range of pairs (block of rows, panel), which are ordered by block."""
+    """Multiply rows by a matrix. The first lines name the `values`; from `code` on, they are constants of the matrix.
+
+    `row_scales` is memory for the rows' scales and the rows rounded to 8 bits (INT8 only). `size` is the depth. Of each
+    panel, `columns` has the initial sums and, with INT8, the scales and the bias: `column_bytes` bytes in all. Each
+    thread multiplies a contiguous range of pairs (block of rows, panel), ordered by block."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes = values[12]
@@ -248,9 +248,9 @@ def product(values: Any) -> None:
 
 @kernel
 def expert_product(values: Any) -> None:
-    """Multiply rows that are sorted by expert. `values` are those of `product`, with three differences. The weights'
-    address is replaced by the address of a list, which has two addresses per expert: weights and columns. The columns'
-    address is replaced by the address of the experts' row counts. The number of experts comes last."""
+    """Multiply rows that are sorted by expert. `values` are those of `product`, except that `matrices` (a list of two
+    addresses per expert: weights and columns) replaces `weights`, `counts` (the number of rows of each expert) replaces
+    `columns`, and the number of experts comes last."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, matrices, counts = values[6], values[7], values[8], values[9], values[10], values[11]
     column_bytes, experts = values[12], values[13]

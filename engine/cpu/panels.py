@@ -16,8 +16,8 @@ from engine.cpu.simd import CODES, LANES
 from engine.formats.forms import ChannelWeight, GroupedWeight, QuantizedWeight
 from engine.linear import ExpertLinear, Linear, LinearFormat, SeparateExperts
 
-KERNEL_INPUTS = 16  # `GroupedPanels` supports groups whose number of inputs is a multiple of this
-IN_STEP = 4  # int8 weights per column that one instruction multiplies
+KERNEL_INPUTS = 16  # in `GroupedPanels`, the number of inputs of a group must be a multiple of this
+IN_STEP = 4  # number of int8 weights of each column that one instruction multiplies
 
 
 class PanelLinear(Linear):
@@ -32,7 +32,7 @@ class PanelLinear(Linear):
         self, code: int, depth: int, width: int, panels: Tensor, columns: Tensor, *, is_exact: bool = False
     ) -> None:
         self.kernel, self.expert_kernel = product, expert_product
-        self.panels, self.columns = panels, columns  # keeps the memory allocated, since the kernel has only addresses
+        self.panels, self.columns = panels, columns  # keeps the memory allocated: the kernel has only addresses
         self.width = width
         self.is_exact = is_exact
         self.padded = len(panels) * PANEL
@@ -168,10 +168,10 @@ class Panels(PanelFormat):
 
     @torch.inference_mode()
     def make(self, weight: Tensor, bias: Tensor | None) -> PanelLinear:
-        """Store `weight` in panels. Raises ValueError if a weight is not finite, or too large for the format."""
+        """Store `weight` in panels. Raises ValueError if a weight becomes infinite or NaN in a 16-bit format."""
         held = weight.to(self._held_in)
         if self._held_in != torch.float32 and not bool(held.isfinite().all()):
-            raise ValueError(f"a weight is too large for {self.name}, or not finite; use --weight-dtype float32")
+            raise ValueError(f"a weight is NaN or too large for {self.name}; use --weight-dtype float32")
         offsets = torch.zeros(len(weight)) if bias is None else bias.float()
         code, (width, depth) = CODES[f"{self._held_in}".removeprefix("torch.")], weight.shape
         panels, columns = in_panels(held, 1), in_columns(offsets).contiguous()

@@ -31,7 +31,7 @@ from engine.cpu.simd import (
 VECTORS = 2  # vectors of columns in a tile: a tile with 128 rows fits into half of the first-level cache
 TILE = VECTORS * LANES
 PIECE = 64  # tokens of a head that fit into the second-level cache together with the state of the head
-FETCHED_AHEAD = 8  # how many tokens the prefetched inputs are ahead of the computed token
+FETCHED_AHEAD = 8  # distance in tokens from the computed token to the token whose inputs are prefetched
 
 
 @inlined
@@ -141,8 +141,8 @@ def convolve(values: Any) -> None:
 
 @kernel
 def step_sizes(values: Any) -> None:
-    """Compute two factors for each token and head: one multiplies the update, the other multiplies the state. `values`:
-    rows, heads, steps and their stride, rates, biases, target [rows, heads, 2], whether the layer is a delta rule."""
+    """Compute two factors for each token and head: the first multiplies the update, the second multiplies the state.
+    The first lines name the `values`. `target` is [rows, heads, 2]. `is_delta` is 1 if the layer has the delta rule."""
     rows, heads, steps, stride, rates, biases, target = (
         values[0], values[1], values[2], values[3], values[4], values[5], values[6]
     )  # fmt: skip
@@ -252,9 +252,9 @@ def fetch_or_clear(pool: int, place: int, column: int, tile: int, rows: int, wid
 
 @kernel
 def recur(values: Any) -> None:
-    """Compute the recurrence of a state space. `values`: slices, cu_q, mixed inputs, channels, step sizes, value heads,
-    value heads per key head, key_dim, value_dim, and the first columns of queries, of keys and of values. Then follow
-    target, pool, read, write, save, save_at, units, first unit, skip, and a tile for each thread."""
+    """Compute the recurrence of a state space. The first lines name the `values`. `shared` is the number of value heads
+    per key head. `query_at`, `key_at` and `value_at` are the first columns of queries, keys and values in `mixed`.
+    `read`, `write` and `save` are as in `convolve`. The last value is memory for a tile per thread."""
     slices, cu_q, mixed, channels, sizes, heads = values[0], values[1], values[2], values[3], values[4], values[5]
     shared, key_dim, value_dim, query_at, key_at = values[6], values[7], values[8], values[9], values[10]
     value_at, target, pool, read, write, save = values[11], values[12], values[13], values[14], values[15], values[16]
@@ -284,8 +284,8 @@ def recur(values: Any) -> None:
 def input_head(
     head: int, key_head: int, key_heads: int, shared: int, key_dim: int, value_dim: int
 ) -> tuple[int, int, int]:
-    """Return the unit, the first column and the size of a head of the convolution. `head` is 0 for the query of
-    `key_head`, 1 for its key, and 2 or more for the values of its value heads."""
+    """Return the unit, the first column and the size of one of the convolution's heads. `head` is 0 for the query of
+    `key_head`, 1 for the key, and 2 or more for the values of its value heads."""
     if head < 2:
         unit = head * key_heads + key_head
         return unit, unit * key_dim, key_dim
@@ -349,10 +349,10 @@ def norm_piece(
 
 @kernel
 def delta(values: Any) -> None:
-    """Compute a layer with the delta rule. `values`: slices, cu_q, inputs and their stride, gates and their stride,
-    channels, width, weight [width, channels], step sizes, key heads, value heads per key head, key_dim, value_dim,
-    target, the norm's weight, and the address of epsilon. Then follow pool, read, write, save, save_at, units, first
-    unit, zeros, the threads' scratch memory, and its size per thread in bytes.
+    """Compute a layer with the delta rule. The first lines name the `values`. `weight` is [width, channels], `sizes` is
+    the result of `step_sizes`, `shared` is the number of value heads per key head, and `norms` is the weight of the
+    norm. `read`, `write`, `save` and `zeros` are as in `convolve`. The last two values are the threads' scratch memory
+    and its size per thread in bytes.
 
     A thread computes PIECE tokens of a key head and its value heads at a time, from the convolution to the norm, so
     that intermediate results stay in the thread's caches."""
@@ -414,8 +414,8 @@ def delta(values: Any) -> None:
 
 @kernel
 def gated_norm(values: Any) -> None:
-    """Multiply rows by silu of the gates and norm them, in place. `values`: rows, their number and size, gates and
-    their stride, weight, size of a group, and the address of epsilon."""
+    """Multiply rows by silu of the gates, and norm each group of `group` columns, in place. The first lines name the
+    `values`. `size` is the size of a row."""
     target, rows, size, gates, stride, weight = values[0], values[1], values[2], values[3], values[4], values[5]
     group, epsilon = values[6], number_at(values[7])
     for row in range(thread_number(), rows, num_threads()):

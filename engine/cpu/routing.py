@@ -8,7 +8,7 @@ from engine.cpu.malloc import empty
 from engine.models.spec import MoeSpec
 from engine.routing import route as routed_by_torch
 
-WORK = 16  # cost of an expert's score and of a comparison, relative to a multiplication
+WORK = 16  # cost of scoring and comparing one expert, relative to a multiplication
 
 
 def route(spec: MoeSpec, logits: Tensor, correction: Tensor | None, factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,6 @@ def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     (count, top_k), chosen = chosen.shape, chosen.contiguous()
     sources, places = torch.empty(count * top_k, dtype=torch.int64), torch.empty_like(chosen)
     counts = torch.empty(num_experts, dtype=torch.int64)
-
     kernels.sort_by_expert(
         0, count, num_experts, top_k, chosen.data_ptr(), sources.data_ptr(), places.data_ptr(), counts.data_ptr()
     )

@@ -62,9 +62,9 @@ def choose(candidates: int, count: int, top_k: int, chosen: int) -> None:
 
 @kernel
 def route(values: Any) -> None:
-    """Choose experts. `values`: the numbers of tokens, of experts and of experts per token; logits and their stride in
-    bytes; memory for the scores and candidates of each token; the correction or 0; the factors that multiply weights;
-    the kind of scores; whether weights are divided by their sum; and the addresses of weights and chosen experts."""
+    """Choose experts. The first lines name the first ten `values`; the last two are the addresses of the weights and of
+    the chosen experts. `stride` is in bytes, `memory` holds each token's scores and candidates, `correction` may be 0
+    (none), `factors` multiply weights, and `renormalizes` is 1 if weights are divided by their sum."""
     tokens, experts, top_k, logits, stride, memory = values[0], values[1], values[2], values[3], values[4], values[5]
     correction, factors, kind, renormalizes = values[6], values[7], values[8], values[9]
     for token in range(thread_number(), tokens, num_threads()):
@@ -91,7 +91,7 @@ def route(values: Any) -> None:
 @kernel
 def sort_by_expert(values: Any) -> None:
     """Sort rows by expert, on one thread. `values`: the numbers of tokens, of experts and of experts per token, and the
-    addresses of the chosen experts, of each row's token, of each choice's row, and of each expert's number of rows."""
+    addresses of `chosen` and of three results: each row's token, each choice's row, each expert's number of rows."""
     choices, experts, top_k, chosen = values[0] * values[2], values[1], values[2], values[3]
     sources, places, counts = values[4], values[5], values[6]
     if thread_number() > 0:
@@ -102,7 +102,7 @@ def sort_by_expert(values: Any) -> None:
         at = counts + 8 * address_at(chosen + 8 * choice)
         put_address(address_at(at) + 1, at)
     row = 0
-    for expert in range(experts):  # for now, let `counts` have the next free row of each expert
+    for expert in range(experts):  # `counts` temporarily has the next free row of each expert
         count = address_at(counts + 8 * expert)
         put_address(row, counts + 8 * expert)
         row += count
@@ -118,8 +118,8 @@ def sort_by_expert(values: Any) -> None:
 
 @kernel
 def gather(values: Any) -> None:
-    """Copy row `sources[i]` of the rows to row i of the target. `values`: number of rows of the target, size of a row,
-    and the addresses of rows, sources and target."""
+    """Copy row sources[i] of `rows` to row i of `target`. `values`: number of rows of `target`, size of a row, and the
+    addresses of `rows`, `sources` and `target`."""
     size, rows, sources, target = values[1], values[2], values[3], values[4]
     for row in range(thread_number(), values[0], num_threads()):
         source = rows + 4 * size * address_at(sources + 8 * row)

@@ -133,7 +133,7 @@ def emit_prefetch(builder: Any, address: Any) -> Any:
 
 
 def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    """Prefetch `lines` cache lines in round `index` of a loop. All rounds' lines are contiguous, from `ahead` on."""
+    """Prefetch `lines` cache lines in round `index` of a loop. All lines are contiguous and begin at `ahead`."""
     first = builder.mul(index, lines)
     with cgutils.for_range(builder, lines, intp=_LONG) as loop:
         offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))
@@ -141,8 +141,8 @@ def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
 
 
 def cases(builder: Any, value: Any, values: Iterable[int]) -> Iterator[int]:
-    """Yield each of `values`. The code that the caller emits after a yield becomes a branch, which runs if `value`
-    equals the yielded value."""
+    """Yield each of `values`. The code that the caller emits after a value is yielded becomes a branch that runs if
+    `value` equals the yielded value."""
     after = builder.append_basic_block("after")
     switch = builder.switch(builder.trunc(value, _INT), after)
     for one in values:
@@ -186,7 +186,7 @@ larger = written(_V, (_V, _V), _larger)  # returns the second operand if either 
 where_less = written(
     _V, (_V, _V, _V, _V), lambda b, one, other, yes, no: b.select(b.fcmp_ordered("<", one, other), yes, no)
 )
-keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # replaces lanes i < low and i >= high by those of `other`
+keep_range = written(_V, (_V, _I, _I, _V), _keep_range)  # takes lanes i < low and i >= high from the other vector
 total = written(_F, (_V,), _reduce(lambda b, one, other: b.fadd(one, other)))
 largest = written(_F, (_V,), _reduce(_larger))
 address_at = written(_I, (_I,), lambda b, at: b.load(emit_pointer(b, at, _LONG)))  # an int64 in memory
@@ -268,7 +268,7 @@ def load_some(address: int, count: int, code: int) -> Any:
 
 @inlined
 def store_some(vector: Any, address: int, count: int, code: int) -> None:
-    """Store the first `count` lanes, or all lanes if `count` is larger than LANES."""
+    """Store the first `count` lanes, or all lanes if `count` exceeds LANES."""
     if count >= LANES:
         _store_as(vector, address, code)
         return
@@ -299,7 +299,7 @@ def exponential(x: Any) -> Any:
 
 @inlined
 def two_to_the(x: Any) -> Any:
-    """Return 2**x for x <= 0, computed as in Cephes (relative error for x >= -126: 2e-7). Return 0 for x < -126.5."""
+    """Return 2**x for x <= 0, computed as in Cephes (relative error for x >= -126: 2e-7), and 0 for x < -126.5."""
     least = splat(-127.0)  # the exponent bits of 2**-127 are 0, so the result is 0
     shift = splat(12582912.0)  # puts the rounded integer into the low bits, as in `exponential`
     clamped = where_less(x, least, least, x)

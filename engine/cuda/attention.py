@@ -1,7 +1,7 @@
 """Attention on a GPU by Triton kernels, for any block size and GQA group size, in float32, float16 and bfloat16 pools.
 
-If there are few slices, several GPU programs share a long context. Chunks are cut into tiles of queries. Tests run the
-same code under Triton's interpreter, without a GPU.
+If there are few slices, several GPU programs share a long context. Chunks are divided into tiles of queries. Tests run
+the same code under Triton's interpreter, without a GPU.
 """
 
 import math
@@ -19,7 +19,7 @@ from engine.kv_pool import KVPool
 SHORT = 8  # a slice of at most this many queries is treated as a decode
 MAX_ITEMS = 2**16  # maximum number of decodes in a step; CUDA graphs read a preallocated list of this length
 SPLIT_TOKENS = 256  # minimum tokens per split; a smaller split costs more time than it saves
-FEW_SPLITS, MAX_SPLITS = 16, 64  # `merge` is compiled twice, for up to this many splits, which must fit into registers
+FEW_SPLITS, MAX_SPLITS = 16, 64  # `merge` is compiled once for each of these limits; all splits must fit into registers
 PROGRAMS_PER_PROCESSOR = 2
 H200_PROCESSORS = 132
 LARGEST_HEAD = 512
@@ -42,7 +42,7 @@ class Tile:
 class Heads:
     """How a layer's query heads are divided among GPU programs. Each item of the work list has `programs` programs.
     Each program computes `group` query heads, and `share` programs use the same key head. A key has `size` dimensions.
-    If the keys are latents, `rope` rotated dimensions follow each of them; otherwise, `rope` is 0."""
+    A key that is a latent is followed by `rope` rotated dimensions; for other keys, `rope` is 0."""
 
     programs: int
     group: int
@@ -56,7 +56,7 @@ class Heads:
 
 
 def large_tile(dtype: torch.dtype) -> Tile:
-    """Return the tile for latents and for heads of up to 512 dimensions, whose sums are four times as wide as usual."""
+    """Return the tile for latents and for heads of 257 to 512 dimensions, which need many registers for their sums."""
     return Tile(16, 16, 8, 2) if dtype == torch.float32 else Tile(32, 32, 8, 2)
 
 
@@ -84,8 +84,8 @@ def chunk_tile(head_dim: int, dtype: torch.dtype, few: bool) -> Tile:
 class TritonAttention:
     """Attention over `pool` by Triton kernels.
 
-    For tuning, `decode` and `chunk` set the tiles. By default, the tiles are chosen by shape. Raises ValueError if
-    head_dim is over 256, because a tile would be too large for a program.
+    For tuning, `decode` and `chunk` set the tiles. By default, tiles are chosen according to the shapes. Raises
+    ValueError if head_dim is over 256 and there are several KV heads, because a tile would be too large for a program.
     """
 
     name = "triton"
@@ -118,8 +118,8 @@ class TritonAttention:
         return TritonPlan(self, batch)
 
     def splits(self, programs: int, most_tokens: int) -> int:
-        """Return into how many parts to split the work of each of `programs` programs. A program reads up to
-        `most_tokens` tokens of a context. If contexts are long enough, each processor gets about two parts.
+        """Return the number of parts into which each of `programs` programs splits its context of up to `most_tokens`
+        tokens. If contexts are long enough, each processor gets about two parts.
         """
         wanted = -(-PROGRAMS_PER_PROCESSOR * self.processors // programs)
         return max(1, min(wanted, -(-most_tokens // self._split_tokens), MAX_SPLITS))
@@ -129,7 +129,7 @@ class TritonPlan:
     """Launches the attention kernels for the slices of one step on a GPU. Experimental.
 
     `TritonAttention.plan` creates a plan for one batch, and each layer uses the plan on the engine's thread. The plan
-    owns the lists of slices on the device, splits long contexts, merges the parts, and cuts prompts into tiles.
+    owns the lists of slices on the device, splits long contexts, merges the parts, and divides chunks into tiles.
     """
 
     def __init__(self, backend: TritonAttention, batch: Batch) -> None:
@@ -158,7 +158,7 @@ class TritonPlan:
     def attend(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         size = layer.latent or q.shape[2]
         if size > LARGEST_HEAD:
-            raise ValueError(f"--attention-backend triton: heads of {size} are larger than {LARGEST_HEAD}; use torch")
+            raise ValueError(f"--attention-backend triton: a head size of {size} is over {LARGEST_HEAD}; use torch")
         out = q.new_empty(*q.shape[:2], size)
         out[self._covered :].zero_()  # padding after the last slice
         if len(self._decodes):
@@ -183,8 +183,8 @@ class TritonPlan:
     def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
         """Return how the heads are divided among programs if each item of the work list has `queries` queries.
 
-        Several programs share a key head if one program cannot hold the sums of all rows, because the heads are large
-        or there are several queries of many heads."""
+        Several programs share a key head if one program cannot hold the sums of all its rows, because the heads are
+        large or because there are many rows (queries times query heads)."""
         kv_heads, count, size = layer.wide or self._backend.pool.layout.kv_heads, q.shape[1], layer.latent or q.shape[2]
         whole = Heads(kv_heads, count // kv_heads, size, q.shape[2] - size)
         if not whole.is_large and (queries == 1 or queries * whole.group <= MOST_ROWS):

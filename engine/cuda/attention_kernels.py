@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _blocks(table, first, context, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block number of each of the BLOCK_N positions from `first`, or one number if they share a block."""
+    """Return the block numbers of the BLOCK_N positions that begin at `first`, or one number if they share a block."""
     seen = first
     if PAGE % BLOCK_N > 0:
         seen = first + tl.arange(0, BLOCK_N)
@@ -30,7 +30,7 @@ def _absorb(
     blocks,  # the result of `_blocks` for `first`
     first,  # the first of the BLOCK_N positions to process
     at,  # int32 [BLOCK_M]: positions of the queries
-    floor,  # positions before it are outside the window of every query; used if WINDOWED
+    floor,  # the first position in the window of any query; used if WINDOWED
     context, window, scale, softcap, block_stride, token_stride,
     PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
@@ -87,13 +87,13 @@ def _absorb(
 @triton.jit
 def attend(
     out,  # [T, heads, HEAD_DIM]; with SPLIT, float32 [items, kv_heads, splits, QUERIES * GROUP, HEAD_DIM]
-    weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of a split's sum of weights; used if SPLIT
+    weight_of,  # float32 [items, kv_heads, splits, QUERIES * GROUP]: log2 of a split's softmax denominator, if SPLIT
     q,  # [T, heads, HEAD_DIM]
     keys, values,
     sinks,  # float32 [heads]: score of one more term in the softmax's denominator; used if SINKS
     work,  # int32 [items, 2]: index of the slice, and first query that the item computes
     cu_q, kv_len, block_table, window,
-    scale,  # head_dim ** -0.5 * log2(e), or head_dim ** -0.5 / soft cap if CAPPED
+    scale,  # head_dim ** -0.5 * log2(e), or, if CAPPED, head_dim ** -0.5 / soft cap
     softcap,  # the soft cap * log2(e)
     value_scale,  # the result is multiplied by this factor
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride, block_stride, head_stride,
@@ -183,7 +183,7 @@ def merge(
     weight_of, work, cu_q, out_token_stride, out_head_stride, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of each query and head, weighted by their sums of weights. Grid: items x heads x queries."""
+    """Average the splits of each query and head, weighted by softmax denominator. Grid: items x heads x queries."""
     item, head, query, queries = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     which, first_query = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
     start = tl.load(cu_q + which) + first_query

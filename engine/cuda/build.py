@@ -38,11 +38,11 @@ from shared.rpc.messages import SamplingParams
 
 log = logging.getLogger("baton.engine")
 GIB = 2**30
-CONTEXT_BYTES = 3 * GIB // 4  # allowance for memory that torch does not count: CUDA's context, libraries, kernels
+CONTEXT_BYTES = 3 * GIB // 4  # estimate of the memory that torch does not count: CUDA's context, libraries, kernels
 SMALLER_MODEL = "take a smaller model, or a GPU with more free memory"
 SMALLER_STEP = "lower --max-num-batched-tokens or --max-num-seqs, or take a smaller model"
 LESS_KV = "lower --gpu-memory-utilization, or --num-blocks or --kv-cache-memory if one is given"
-GRAPH_BYTES = GIB  # allowance for graphs; the memory that graphs really take is logged
+GRAPH_BYTES = GIB  # estimate of the memory for graphs; after the capture, the actual size is logged
 
 
 def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: CudaAccelerator) -> EngineComponents:
@@ -167,7 +167,7 @@ def _one_block(options: BuildOptions, model: Decoder) -> KVLayout:
 
 
 def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator) -> int:
-    """Return the bytes for KV: the node's share of the GPU's memory, minus weights, the largest step and graphs."""
+    """Return the bytes for KV: the node's share of GPU memory, minus context, weights, largest step and graphs."""
     most = held + CONTEXT_BYTES + (0 if options.enforce_eager else GRAPH_BYTES)
     free, total = gpu.memory()
     share = int(total * options.gpu_memory_utilization)
@@ -181,8 +181,8 @@ def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator)
     if share - most > free:
         raise ValueError(
             f"{given}: {(share - most) / GIB:.1f} GiB are needed for KV, but other processes leave "
-            f"{free / GIB:.1f} GiB of {gpu.name} free: lower the flag, so that the values "
-            "of all nodes on this GPU add up to less than 1"
+            f"{free / GIB:.1f} GiB of {gpu.name} free: lower the flag, so that its values "
+            "for all nodes on this GPU add up to less than 1"
         )
     return share - most
 

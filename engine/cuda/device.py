@@ -1,4 +1,4 @@
-"""The GPU interface that `engine.cuda.build` uses: memory and optional capabilities. Tests replace it by a fake."""
+"""The interface through which `engine.cuda.build` uses a GPU. Tests replace it with a fake."""
 
 import importlib.util
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger("baton.engine")
 class CudaAccelerator:
     """The CUDA device called `name`, such as cuda:0. Raises ValueError if torch does not find the device.
 
-    If `borrowed` is given, `allocate` does not allocate, but returns the KV memory of another process.
+    If `borrowed` is given, `allocate` returns the KV memory of another process instead of new memory.
     """
 
     def __init__(self, name: str, borrowed: PoolClient | None = None) -> None:
@@ -45,7 +45,7 @@ class CudaAccelerator:
         return most
 
     def allocate(self, num_rows: int, row_bytes: int) -> DeviceMemory:
-        """Allocate zeroed KV memory. Raises OSError if there is too little memory."""
+        """Return KV memory, zeroed if it is new. Raises OSError if there is too little memory."""
         region = None if self._borrowed is None else self._borrowed.fitting(row_bytes).region
         return DeviceMemory(self.device, num_rows, row_bytes, region)
 
@@ -54,7 +54,7 @@ class CudaAccelerator:
 
     @staticmethod
     def has_triton() -> bool:
-        """Return whether Triton is installed and can build launchers, which takes a C compiler and a writable cache."""
+        """Return whether Triton is installed and can build launchers, which needs a C compiler and a writable cache."""
         if importlib.util.find_spec("triton") is None:
             return False
         try:

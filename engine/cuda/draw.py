@@ -4,8 +4,8 @@
 
 The filters of a row (min_p, top_k and top_p) keep all scores at or above a threshold. A search over all float32
 values finds the threshold: each round counts and weighs the scores above a few pivots. A round reads only the parts of
-the vocabulary whose highest score is above the current lower bound of the threshold. There are few such parts if a few
-tokens are much likelier than the others. Gumbel noise is then added to the scores that are kept.
+the vocabulary whose highest score is above the current lower bound of the threshold. If a few tokens are much likelier
+than the others, only a few parts are read. Gumbel noise is then added to the scores that are kept.
 """
 
 import torch
@@ -32,8 +32,8 @@ def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> 
 
     `logits` is float32 [R, vocab], and `parameters` is packed by `parameters_of`. `adjusted` has the logits after bans,
     bias and penalties, or is None if no row has any. Draws the same tokens as `engine.sampling.draw`, with one
-    exception. Weights are float32 here. If the tokens that are likelier than a token T have a total probability within
-    1e-6 of top_p, one of the two functions may therefore keep T while the other drops it.
+    exception: because weights are float32 here, the two functions may disagree whether top_p keeps a token if the total
+    probability of all likelier tokens is within 1e-6 of top_p.
     """
     rows, vocab = logits.shape
     scores = logits if adjusted is None else adjusted
@@ -176,7 +176,7 @@ def find_least(
 
 @triton.jit
 def _mass(logits, vocab, temperature, best, highest, least, top_k, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the sum of the weights of the top_k highest scores, without scores that `_ordered` maps below `least`."""
+    """Return the total weight of the top_k highest scores, except scores with a key (`_ordered`) below `least`."""
     above, count = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.int32)
     alike, weight = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32)
     part = _next(highest, -1, least - 1, PARTS)

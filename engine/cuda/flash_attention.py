@@ -82,8 +82,8 @@ class FlashVersion:
     attend: Callable[[Functions, Tensor, Tensor, Tensor, FlashRows, int], Tensor]
     decodes: bool  # whether the generation divides long contexts among processors on Hopper, so that decodes are fast
     runs_on: Collection[int]  # major compute capabilities of GPUs
-    supports: Callable[[int], bool] = lambda size: True  # returns whether a block may have this number of tokens
-    limit: str = ""  # the reason why other block sizes are not supported
+    supports: Callable[[int], bool] = lambda size: True  # whether a KV block may have this number of tokens
+    limit: str = ""  # the error message for other block sizes
 
 
 HOPPER = 9  # major compute capability
@@ -99,7 +99,7 @@ GENERATIONS = {  # best first on a Hopper GPU
     FLASH_4: FlashVersion(
         "flash_attn.cute", lambda: importlib.import_module("flash_attn.cute"), (_VARLEN,), _attend_4, False,
         {HOPPER, 10, 11}, lambda size: size != 128,
-        "FlashAttention 4 reads beyond the context with --block-size 128: use another",
+        "FlashAttention 4 reads beyond the context with this --block-size: use another",
     ),
     FLASH_2: FlashVersion(
         "flash_attn", lambda: importlib.import_module("flash_attn"), (_VARLEN, _WITH_CACHE), _attend_2, True,
@@ -109,14 +109,14 @@ GENERATIONS = {  # best first on a Hopper GPU
 
 
 def installed() -> list[str]:
-    """Return the installed generations, best first. The packages are not imported here, so `load` may still fail."""
+    """Return the installed generations, best first. This does not import the packages, so `load` may still fail."""
     return [name for name, version in GENERATIONS.items() if _is_there(version.module)]
 
 
 def _is_there(module: str) -> bool:
     """Return whether the module is installed, without importing its package, because the import may fail.
 
-    (`importlib.util.find_spec` imports the package of a submodule.)
+    For a submodule, `importlib.util.find_spec` would import the package.
     """
     package, _, submodule = module.partition(".")
     found = importlib.util.find_spec(package)
@@ -126,7 +126,7 @@ def _is_there(module: str) -> bool:
 
 
 def first_loadable(names: Sequence[str]) -> str:
-    """Return the first of the generations `names` whose package can be loaded. If there is none, return the last."""
+    """Return the first of the generations `names` whose package can be loaded, or the last one if all fail."""
     for name in names[:-1]:
         try:
             load(name)
@@ -140,7 +140,7 @@ def first_loadable(names: Sequence[str]) -> str:
 def load(name: str) -> list[Callable[..., Any]]:
     """Import a generation's package and return its functions. Raises ValueError if that fails.
 
-    FlashAttention 2.8 contains an early `flash_attn.cute`, whose function does not have all of our arguments.
+    FlashAttention 2.8 contains an early `flash_attn.cute`, whose function lacks an argument that we pass.
     """
     try:
         module = GENERATIONS[name].load()
@@ -158,8 +158,8 @@ def load(name: str) -> list[Callable[..., Any]]:
 class FlashAttention:
     """Attention over `pool` by the FlashAttention generation `name`.
 
-    `ours` computes the layers that the package does not support. It also computes slices of one token if the package is
-    slow for such slices. Raises ValueError if the package cannot be loaded, or does not support the pool's dtype, head
+    `ours` computes the layers that the package does not support, and, if the package is slow for decodes, the leading
+    slices of one token. Raises ValueError if the package cannot be loaded, or does not support the pool's dtype, head
     size or block size.
     """
 
@@ -185,7 +185,7 @@ class FlashAttention:
 
 
 def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
-    """Return a batch of the slices [first, last), for planning attention, and the range of their tokens."""
+    """Return a batch of only the slices [first, last), for planning attention, and the range of their tokens."""
     starts, kv_lens = batch.starts[first:last], batch.kv_lens[first:last]
     before = sum(batch.counts[:first])
     span = slice(before, before + sum(kv_lens) - sum(starts))
@@ -199,7 +199,7 @@ def part_of(batch: Batch, first: int, last: int) -> tuple[Batch, slice]:
 
 
 class FlashPlan:
-    """The attention of one step. The leading slices, each of one token, are computed separately from the others."""
+    """The attention of one step, computed in up to two parts: the leading slices of one token, and all later slices."""
 
     def __init__(
         self,

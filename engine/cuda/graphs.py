@@ -1,4 +1,4 @@
-"""CUDA graphs: device work that is captured once and replayed with one call. Other work runs between two graphs.
+"""CUDA graphs: device work that is captured once and replayed with one call. Other work may run between graphs.
 
 A pass can be split at each attention layer into several graphs, as in SGLang PR #19102 and vLLM's breakable graphs. No
 compiler is needed for this: the capture ends, the call of attention is recorded, and another capture begins.

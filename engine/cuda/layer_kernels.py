@@ -15,7 +15,7 @@ LARGEST = tl.constexpr(FLOAT8_LIMIT)
 @triton.jit
 def norm_rows(
     rows,
-    update,  # if ADDS, this is first added to `rows` in place
+    update,  # if ADDS, `update` is first added to `rows` in place
     weight, out, eps, row_stride, update_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip

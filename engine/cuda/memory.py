@@ -13,7 +13,7 @@ from engine.cuda.kv.driver import CudaDevice, CudaRegion, PinnedStaging
 from shared.kv.memory import Staging
 from shared.kv.shm import runs
 
-PIECE_BYTES = 16 << 20  # bytes summed at once; a piece and its products fit into the L2 cache of an H200 (50 MB)
+PIECE_BYTES = 16 << 20  # bytes of rows summed at once; they and their products fit into an H200's L2 cache (50 MB)
 WORD_BYTES = 8
 
 

@@ -2,8 +2,8 @@
 
 Graphs are captured for some step sizes, and a step is padded to the next of these sizes. A step of decodes replays one
 graph. A small step with chunks replays several graphs and computes attention between the graphs, because the kernel
-launches of attention depend on the step. A step above the largest size runs without a graph. Such a step is large
-enough to keep the device busy.
+launches of attention depend on the step. A step above the largest size runs without a graph; it keeps the device busy
+anyway.
 """
 
 import logging
@@ -75,7 +75,7 @@ class Passes:
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def choose(self, step: Batch) -> tuple[StepShape, Captured | None]:
-        """Return the shape to pad a step to, and the captured pass to replay (None: run the step without a graph)."""
+        """Return the shape to which to pad a step, and the captured pass to replay, or None to run without a graph."""
         own = StepShape.of(step)
         if step.scored:  # a graph has a fixed number of logit rows, and scoring needs more
             return own, None
@@ -134,8 +134,8 @@ class Passes:
 
     @property
     def _captures_attention(self) -> bool:
-        """Whether a graph may contain the attention of decodes. Without Triton, the reference, which a graph cannot
-        contain, computes the layers that flash-attn does not support."""
+        """Whether a graph may contain the attention of decodes. It may not if a layer uses the reference: without
+        Triton, the reference computes the layers that flash-attn does not support."""
         plain = all(one.attention.is_plain for one in self._model.layers if isinstance(one, AttentionDecoderLayer))
         return self._attention.captures and (plain or self._kernels.captures_states)
 
@@ -177,7 +177,7 @@ class Passes:
 
 
 def _sizes(sizes: Sequence[int], most: int) -> list[int]:
-    """Limit `most` to the largest of `sizes`. Return the sizes below `most`, followed by `most`."""
+    """Limit `most` to the largest of the ascending `sizes`. Return the sizes below `most`, followed by `most`."""
     most = min(most, sizes[-1])
     return [*(size for size in sizes if size < most), most]
 

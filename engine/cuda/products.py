@@ -80,7 +80,7 @@ class TritonExperts:
 
 
 class TritonFormat(Plain):
-    """Keeps weights as plain tensors, or as 4-bit codes if the kernel supports the size of their groups."""
+    """Keeps 4-bit codes if the kernel supports the size of their groups, and makes all other weights plain tensors."""
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         if not isinstance(weight, GroupedWeight) or gcd(weight.group, MOST_DEPTH) < LEAST_DEPTH:

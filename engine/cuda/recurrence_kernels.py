@@ -91,7 +91,7 @@ def convolve(
 
 @triton.jit
 def _softplus(x):
-    """Return log(1 + exp(x)). If exp(x) is small, 1 + exp(x) would lose digits, so a series is used."""
+    """Return log(1 + exp(x)). Use a series if exp(x) is small, because 1 + exp(x) would then lose digits."""
     power = tl.exp(tl.where(x > 20.0, 20.0, x))
     small = power * (1.0 - power * (0.5 - power * (1.0 / 3.0 - 0.25 * power)))
     return tl.where(x > 20.0, x, tl.where(power < 0.01, small, tl.log(1.0 + power)))
@@ -145,8 +145,7 @@ def recur(
     known = (row < tl.where(read < 0, 0, KEY_DIM))[:, None] & in_columns[None, :]
     state = tl.load(pool + read + cells, mask=known, other=0.0)
     skip, one = tl.load(skips + head), tl.arange(0, 1)
-    # The loads of the next tokens are issued while a token is computed. Their dtypes are such that Triton can pipeline
-    # them.
+    # The loads of the next tokens are issued while a token is computed. They load float32, which Triton can pipeline.
     for token in tl.range(0, count, num_stages=STAGES):
         place = (start + token) * HEADS + head
         inputs, factor = mixed + (start + token) * channels, given + 2 * place

@@ -37,8 +37,8 @@ FAR, WARM_COUNT, MANY = 4096, 16, 64  # sizes in the warm-up: longest context, t
 
 @dataclass(slots=True)
 class Launched:
-    """A launched step. When the event `done` has occurred, `drawn` has the step's tokens. `order[i]` is the index of
-    the slice that output i belongs to."""
+    """A launched step. When the event `done` has occurred, `drawn` has the step's tokens. `outputs[i]` belongs to the
+    slice order[i] of the step."""
 
     outputs: list[SliceOutput]
     order: list[int]
@@ -101,7 +101,7 @@ class CudaRunner(TorchRunner):
             self.passes.capture(pool, self._capacity.slices, self._capacity.tokens)
 
     def attributes(self) -> dict[str, str]:
-        """Return the names of the runner's parts, for users to read."""
+        """Return the names of the runner's parts, which are shown to users."""
         return {
             "attention": self._backend.name,
             "kernels": self._kernels.name,
@@ -113,8 +113,8 @@ class CudaRunner(TorchRunner):
         """Run steps with long and short contexts, few and many tokens and requests, and a logit bias.
 
         These steps differ from the largest step and from the captured steps. They compile kernels that a request could
-        otherwise wait for: attention has different kernels for few, several and many decodes, and for the same numbers
-        if a request has several tokens. The KV of these steps is stored in the dummy block.
+        otherwise wait for: attention has different kernels for few, several and many decodes, and further kernels for
+        decodes of several tokens. The KV of these steps is stored in the dummy block.
         """
         far = max(0, min(self._buffers.most_tokens, FAR) - WARM_COUNT)
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
@@ -159,7 +159,7 @@ class CudaRunner(TorchRunner):
         buffers = self._buffers_for(built)
         if self.adapters is not None:
             self.adapters.rows.select(built, self._device)
-        captures = buffers is self._buffers and not built.adapters  # a graph contains no updates of adapters
+        captures = buffers is self._buffers and not built.adapters  # graphs are captured without adapters
         shape, captured = self.passes.choose(built) if captures else (StepShape.of(built), None)
         batch, parameters = buffers.load(built, rows, shape, self._tokens)
         hidden = self.passes.run(batch, captured)
@@ -170,7 +170,7 @@ class CudaRunner(TorchRunner):
             self._draw(logits, rows, masks(), parameters, launched)
         self._pool_vectors(slices, built, logits, hidden, launched.outputs)
         self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
-        if done is not None:  # record it even if no token was drawn, because `wait` also waits until the KV is stored
+        if done is not None:  # even if no token was drawn, `wait` waits until the KV is stored
             done.record()
         self._before = slices
         return launched

@@ -35,9 +35,9 @@ def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dty
     """Return the attention backend `name` for a GPU. Experimental.
 
     `triton` is true if the Triton package works. `computed` is the dtype of queries; None means the dtype of the pool.
-    "auto" selects FlashAttention 3 if it is installed and supports the GPU. Otherwise it selects our Triton kernels,
-    because the other generations are slower or in beta. Raises ValueError if the backend is not available or does not
-    support the pool.
+    "auto" selects FlashAttention 3 if it is installed and supports the GPU and the pool. Otherwise, "auto" selects our
+    Triton kernels, because the other generations are slower or in beta. Raises ValueError if the backend is not
+    available or does not support the pool.
     """
     if name == "numba":
         raise ValueError("--attention-backend numba: runs on a CPU only; use auto")
@@ -81,9 +81,9 @@ def kv_dtype_on_cuda(name: str, computed: torch.dtype, device: torch.device) -> 
 
 
 def usable_on_cuda(name: str, device: torch.device) -> str:
-    """Return `name`, or "own" if `name` is "auto" and would select FlashAttention 3, but that package fails to load.
+    """Return `name`, or OWN if `name` is "auto" and FlashAttention 3, which it would select, fails to load.
 
-    The failure is logged once here, instead of once for each pool.
+    Log the failure here, so that it is logged once and not for each pool.
     """
     if name == "auto" and FLASH_3 in flash_attn_here(device):
         try:

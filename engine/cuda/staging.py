@@ -15,7 +15,7 @@ from engine.counter_rng import WORDS
 from engine.sampling import SamplingRow, parameters_of
 
 NOWHERE = -1  # slot of a padding token
-ALIGNED_WORDS = 2  # alignment of a region, in words of 8 bytes
+ALIGNED_WORDS = 2  # alignment of regions, in words of 8 bytes
 NUM_REGIONS = 9  # seven tensors of a batch, the carried tokens, and the parameters; each table adds two regions
 
 
@@ -73,8 +73,8 @@ class BufferCarver:
         return self._words[start : start + words].view(dtype)[:count]
 
     def batch(self, shape: StepShape, tables: Sequence[Tensor], state_rows: int) -> Batch:
-        """Return a batch of views for a shape. Call this before other regions are allocated, because graphs need the
-        batch at fixed addresses."""
+        """Return a batch for a shape, made of views of the block and of `tables`. Call this before other regions are
+        allocated, because graphs need the batch at fixed addresses."""
         cut = [table[: shape.slices] for table in tables]
         tokens, positions = self.take(shape.tokens), self.take(shape.tokens)
         slots = [self.take(shape.tokens) for _ in tables]
@@ -92,8 +92,8 @@ class BufferCarver:
 
 
 class StepBuffers:
-    """Holds one block on the device and two on the host. The host blocks alternate, because the copy of the previous
-    step may still be in progress."""
+    """Holds one block on the device and two on the host. The host blocks alternate between steps, because the copy of
+    the previous step may not have ended."""
 
     def __init__(self, capacity: StepCapacity, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -154,7 +154,7 @@ def _fill(views: Batch, step: Batch) -> None:
         view[len(values) :] = padding
     for view in views.others:
         view.slots.fill_(NOWHERE)
-    for view, table in zip(views.others, step.others, strict=False):  # a step without tokens has no other tables
+    for view, table in zip(views.others, step.others, strict=False):  # `_NOTHING` has no further tables
         view.slots[: len(table.slots)] = table.slots
     view, last, end = views.cu_q, len(step.cu_q), len(step.tokens)
     view[:last] = step.cu_q

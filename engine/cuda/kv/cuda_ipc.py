@@ -20,10 +20,10 @@ from shared.kv.memory import KVMemory
 from shared.kv.shm import runs
 
 OFFER = struct.Struct("<Q")  # size of the region in bytes
-# Number of bytes that are copied between two checks whether to stop. Within one GPU, copying them takes half a
-# millisecond, and a check takes far less time.
+# Number of bytes copied between two checks whether to stop. Within one GPU, the copy takes half a millisecond, and a
+# check takes far less.
 PIECE_BYTES = 1 << 30
-# Wait for this time after a connection closes: if the peer's process was killed, its copies may still be ending.
+# How long to wait after a connection closes: if the peer's process was killed, its last copies may still be running.
 SETTLE_S = 0.1
 
 
@@ -82,8 +82,8 @@ class _Copier:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy each run of adjacent rows with one call. After each PIECE_BYTES, wait for the copies to end. Other
-        threads run during the wait."""
+        """Copy each run of adjacent rows with one call. After each PIECE_BYTES, wait for the copies; other threads run
+        meanwhile."""
         size, started = self._row_bytes, 0
         for start, end in runs(source, target, max(1, PIECE_BYTES // size)):
             if not started and (stopped() or hung_up(self.socket)):

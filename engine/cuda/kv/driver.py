@@ -65,7 +65,7 @@ class CudaDevice:
         return self.driver
 
     def reaches(self, uuid: str) -> bool:
-        """Return whether this GPU can copy to the GPU `uuid`. That GPU may be this GPU or another visible GPU."""
+        """Return whether this GPU can copy to the GPU `uuid`, which may be this GPU itself or another visible GPU."""
         uuids = self.driver.uuids()
         if uuid not in uuids or uuid == self.uuid:
             return uuid == self.uuid
@@ -163,7 +163,7 @@ class CudaStream:
 
 
 class PinnedStaging:
-    """Page-locked memory for copies from and to a GPU; see Staging. It grows to the size of the largest call so far.
+    """Page-locked memory for copies from and to a GPU; see Staging. It is as large as the largest call so far requires.
 
     A row may be read only after the step that computes it has ended. Callers push only such rows.
     """

@@ -2,8 +2,8 @@
 
 The decode node shares its memory (`PoolOwner`) and writes a descriptor of the memory to a file in a common directory. A
 prefill node has no pool of its own. When the prefill node starts, it maps the shared memory (`PoolClient`). It then
-computes each prompt in the blocks that the decode node reserved for the prompt. A client keeps a connection of the
-channel `shm` or `cuda_ipc` open until the client ends. The channel is not `fenced`.
+computes each prompt in the blocks that the decode node reserved for the prompt. Until it ends, a client keeps a
+connection of the channel `shm` or `cuda_ipc` open. The channel is not `fenced`.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class PoolOwner:
         self._inner = inner
         self._path = path
         if _is_live(inner, path):
-            raise OSError(f"{path}: the pool of another decode node; only one per device can share its pool")
+            raise OSError(f"{path}: the pool of another decode node; only one node per device can share its pool")
         written = path.with_suffix(f".{os.getpid()}")
         written.write_bytes(inner.descriptor())
         written.replace(path)

@@ -86,6 +86,21 @@ def test_a_failed_call_raises_the_name_of_the_call_and_of_the_error() -> None:
         CudaDevice(9, device.driver)
 
 
+class InaccessibleCuda(FakeCuda):
+    def cuMemSetAccess(self, address: int, size: int, access: list[object], count: int) -> None:
+        raise ValueError(1)
+
+
+def test_a_failed_mapping_is_undone() -> None:
+    ours, fake = CudaRegion.allocate(gpu(), ROW_BYTES), InaccessibleCuda()
+    assert ours.descriptor is not None
+    with pytest.raises(CudaError, match="cuMemSetAccess failed"):
+        CudaRegion.attach(CudaDevice(1, Driver(fake)), ours.size, ours.descriptor)
+    assert fake.calls[-3:] == ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
+    assert (fake.sizes, fake.memories) == ({}, {})
+    ours.close()
+
+
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a driver")
 def test_a_missing_driver_raises_an_error_of_one_line() -> None:
     with pytest.raises(CudaError, match="no CUDA driver is available"):

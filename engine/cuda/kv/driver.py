@@ -6,6 +6,7 @@ The memory is allocated outside torch, because some settings of torch's allocato
 import ctypes
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, Self
 
@@ -86,12 +87,14 @@ class CudaRegion:
         self.descriptor: int | None = None
         driver, access = gpu.use(), gpu.driver.api.CUmemAccessDesc()
         access.location, access.flags = gpu.location, driver.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        try:
+        with ExitStack() as release, ExitStack() as undo:
+            release.callback(driver.call, "cuMemRelease", memory)
             self.address = int(driver.call("cuMemAddressReserve", size, 0, 0, 0))
+            undo.callback(driver.call, "cuMemAddressFree", self.address, size)
             driver.call("cuMemMap", self.address, size, 0, memory, 0)
+            undo.callback(driver.call, "cuMemUnmap", self.address, size)
             driver.call("cuMemSetAccess", self.address, size, [access], 1)
-        finally:
-            driver.call("cuMemRelease", memory)
+            undo.pop_all()
 
     @classmethod
     def allocate(cls, gpu: CudaDevice, size: int) -> Self:

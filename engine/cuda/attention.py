@@ -243,21 +243,12 @@ class TritonPlan:
         )  # fmt: skip
 
     def _launch(
-        self,
-        layer: AttentionLayer,
-        q: Tensor,
-        out: Tensor,
-        weight_of: Tensor | None,
-        work: Tensor,
-        queries: int,
-        tile: Tile,
-        splits: int,
-        heads: Heads | None = None,
-    ) -> None:
+        self, layer: AttentionLayer, q: Tensor, out: Tensor, weight_of: Tensor | None, work: Tensor, queries: int,
+        tile: Tile, splits: int, heads: Heads,
+    ) -> None:  # fmt: skip
         layout, batch = self._backend.pool.layout, self._batch
         keys, values = self._backend.pool.layer(layer.index)
         values = keys[:, layer.wide :] if layer.wide else values
-        heads = heads or self._heads(layer, q, queries)
         key_scale, value_scale = self._backend.pool.scales[layer.index]
         scale, cap = q.shape[2] ** -0.5 * key_scale, layer.softcap * LOG2_E
         attend[(len(work), heads.programs, splits)](

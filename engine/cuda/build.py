@@ -67,11 +67,10 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
         options.kv_cache_memory or _room(options, one_block, held, gpu), one_block
     )
     layout = replace(one_block, num_blocks=num_blocks)
-    groups = kv_places(config, layout.block_bytes).groups
-    log_table(memory_of(path, config, layout, groups, options.max_step_tokens))
+    places = kv_places(config, layout.block_bytes)
+    log_table(memory_of(path, config, layout, places.groups, options.max_step_tokens))
     with _stage(gpu, f"allocating {_gib(layout.num_blocks * layout.block_bytes)} for KV", LESS_KV):
         memory = gpu.allocate(layout.num_blocks, layout.block_bytes)
-        places = kv_places(config, layout.block_bytes)
         scales = read_kv_scales(path, config) if options.kv_cache_dtype == "fp8" else ()
         runner = _runner(options, model, KVPool(layout, memory, places, scales), gpu, triton)
     use_adapters(options, runner, model, linear)

@@ -69,7 +69,6 @@ class CudaRunner(TorchRunner):
     A row's token does not depend on other rows.
     """
 
-    can_run_ahead = True
     ahead = True
 
     def __init__(

@@ -216,7 +216,8 @@ def too_large() -> None:
     pool, batch = pool_of(8, 128, 64, torch.float32), without_memory(batch_of([(0, 64)], 64, NUM_BLOCKS, CPU))
     plan = TritonPlan(TritonAttention(pool), batch)
     q, work = empty(64, 32, 128, dtype=torch.float32), empty(8, 2, dtype=torch.int32)
-    plan._launch(AttentionLayer(1), q, empty(64, 32, 128, dtype=torch.float32), None, work, 8, Tile(32, 32, 4, 2), 1)
+    layer, out = AttentionLayer(1), empty(64, 32, 128, dtype=torch.float32)
+    plan._launch(layer, q, out, None, work, 8, Tile(32, 32, 4, 2), 1, plan._heads(layer, q, 8))
 
 
 def latents(dtype: torch.dtype) -> None:

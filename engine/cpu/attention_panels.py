@@ -124,7 +124,7 @@ def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
 
 
 def _panel_of_listed(vectors: int) -> Any:
-    """Return a function that computes c = a b. The rows of a are a list of addresses; those of b are evenly spaced."""
+    """Return a function that computes c = a b. A list has the addresses of a's rows; b's rows are evenly spaced."""
 
     def emit(builder: Any, a: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, depth: Any) -> None:
         def row_of_b(index: Any) -> Any:

@@ -73,7 +73,7 @@ def fetch(rows: int, tokens: int, token_bytes: int) -> None:
 
 @part
 def fill_up(rows: int, tokens: int, columns: int, zeros: int) -> None:
-    """Extend the list `rows` from `tokens` to `columns` addresses with `zeros`, the address of a row of zeros."""
+    """Extend the list `rows` from `tokens` to `columns` addresses by appending `zeros`, the address of zeros."""
     for token in range(tokens, columns):
         put_address(zeros, rows + 8 * token)
 

@@ -4,7 +4,7 @@ compiles the kernel or loads it from disk.
 
 The kernel does not sort. It computes a cheap upper bound of each token's noise, and the exact noise only for tokens
 that may still be chosen. For top_p, the kernel draws from all candidates, and accepts the drawn token if top_p keeps
-this token. Otherwise the kernel drops the drawn token and all tokens that are not more likely, and draws again
+this token. Otherwise, the kernel drops the drawn token and all tokens that are at most as likely, and draws again
 (rejection with a rising pivot, as in FlashInfer's sorting-free sampling).
 """
 
@@ -293,8 +293,8 @@ def draw(logits: Tensor, adjusted: Tensor, parameters: Tensor, masks: TokenMasks
     """Return each row's token, or the row's error code: `BROKEN` or `NOTHING_ALLOWED`.
 
     `logits` and `adjusted` are float32 [R, vocab]. `adjusted` has the logits after bans, bias and penalties, and may be
-    the same tensor as `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`. For
-    each row that `masks` contains, only the tokens that the mask allows are drawn.
+    the same tensor as `logits`. `parameters` is int64 [R, WORDS], as packed by `engine.sampling.parameters_of`. In
+    the rows that `masks` lists, only the allowed tokens can be drawn.
     """
     rows, vocab = logits.shape
     logits, adjusted = logits.contiguous(), adjusted.contiguous()

@@ -1,8 +1,8 @@
 """The forward pass of a few decodes as one call, since Python code between kernels would take longer than some kernels.
 
-Memory and the arguments of kernels are prepared once, as for a CUDA graph. Each step sets only the number of rows, the
-addresses of its tables, and its items of attention. The kernels and their order are the same as in `Decoder.forward`,
-so the results have the same bits.
+Memory and the arguments of kernels are prepared once, as for a CUDA graph. Each step sets only the number of rows, its
+items of attention, and the addresses of its rotary angles, slots and logits. The kernels and their order are the same
+as in `Decoder.forward`, so the results have the same bits.
 """
 
 from collections.abc import Sequence
@@ -255,7 +255,7 @@ def is_plain(model: Decoder) -> bool:
 
 
 def _products(model: Decoder) -> list[Linear | ExpertLinear]:
-    """Return the weight matrices that a pass multiplies by, except those of the routers of experts."""
+    """Return the weight matrices that a pass multiplies by, except the routers."""
     found: list[Linear | ExpertLinear] = [model.head]
     for layer in model.layers:
         assert isinstance(layer, AttentionDecoderLayer)

@@ -163,7 +163,7 @@ def multiply_grouped_panel(
     result: int, stride: int, sums: int, table: int,
 ) -> None:  # fmt: skip
     """Multiply rows first <= i < last of x by one panel. `weights` and `start` are the addresses of the panel's weights
-    and bias. `result` is the address of the panel's columns in the result's first row. `sums` is from `sum_groups`."""
+    and bias. `result` is the address of the panel's columns in the result's first row. `sum_groups` stored `sums`."""
     tiles = (last - first + TILE_ROWS - 1) // TILE_ROWS
     for tile in range(tiles):
         row = first + (last - first) * tile // tiles

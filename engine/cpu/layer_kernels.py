@@ -41,7 +41,7 @@ def norm_row(source: int, weight: int, target: int, size: int, epsilon: float) -
 
 @kernel
 def norm(values: Any) -> None:
-    """Norm rows. `values`: number of rows, size of a row, and the addresses of epsilon, source, weight and target."""
+    """Normalize rows. `values`: number and size of rows, and the addresses of epsilon, source, weight and target."""
     rows, size, source, weight, target = values[0], values[1], values[3], values[4], values[5]
     epsilon = number_at(values[2])
     for row in range(thread_number(), rows, num_threads()):
@@ -104,8 +104,8 @@ def rotate(head: int, cosine: int, sine: int, half: int, target: int, code: int)
 
 @kernel
 def rotate_and_store(values: Any) -> None:
-    """Store each token's rotated queries in `target`, and its rotated keys and its values in its slot of the pool. If
-    a slot is negative, the token's keys and values are not stored. If heads are normed, `qkv` is overwritten."""
+    """Store each token's rotated queries in `target`, and its rotated keys and its values in its slot of the pool. If a
+    slot is negative, the token's keys and values are not stored. If heads are normalized, `qkv` is overwritten."""
     rows, qkv, target, cosines, sines, slots = values[0], values[1], values[2], values[3], values[4], values[5]
     heads, kv_heads, head_dim, q_norm, k_norm = values[6], values[7], values[8], values[9], values[10]
     pool, block_bytes, head_bytes, block_tokens, code = values[11], values[12], values[13], values[14], values[15]

@@ -223,8 +223,8 @@ def cost_of_experts(experts: int, counts: int, panels: int) -> int:
 def product(values: Any) -> None:
     """Multiply rows by a matrix. The first lines name the `values`; from `code` on, they are constants of the matrix.
 
-    `row_scales` is memory for the rows' scales and the rows rounded to 8 bits (INT8 only). `size` is the depth. Of each
-    panel, `columns` has the initial sums and, with INT8, the scales and the bias: `column_bytes` bytes in all. Each
+    `row_scales` is memory for the rows' scales and the rows rounded to 8 bits (INT8 only). `size` is the depth. For
+    each panel, `columns` has `column_bytes` bytes: the initial sums and, with INT8, also the scales and the bias. Each
     thread multiplies a contiguous range of pairs (block of rows, panel), ordered by block."""
     rows, x, x_stride, result, stride, row_scales = values[0], values[1], values[2], values[3], values[4], values[5]
     code, size, steps, panels, weights, columns = values[6], values[7], values[8], values[9], values[10], values[11]

@@ -70,7 +70,7 @@ def sigmoid_gated(rows: Tensor, gate: Tensor) -> Tensor:
 
 
 def _units(layer: RecurrentLayer) -> Tensor:
-    """Return the first column and the number of columns of each of the convolution's heads, int64 [heads, 2]."""
+    """Return each convolution head's first column and number of columns, int64 [heads, 2]."""
     sizes = [size for heads, size in layer.spec.parts for _ in range(heads)]
     return torch.tensor([(sum(sizes[:unit]), size) for unit, size in enumerate(sizes)])
 

@@ -95,8 +95,8 @@ def convolve_head(
     begin: int, end: int, inputs: int, stride: int, past: int, kept: int, size: int, weight: int, bias: int,
     channels: int, to: int, to_stride: int, kind: int,
 ) -> None:  # fmt: skip
-    """Store silu of the convolution of a head for tokens begin <= token < end. If the head is a query (`kind` 1) or a
-    key (`kind` 2), norm it."""
+    """Convolve one head, apply silu, and store the results for tokens begin <= token < end. If the head is a query
+    (`kind` 1) or a key (`kind` 2), also normalize it."""
     for token in range(begin, end):
         row = to + to_stride * (token - begin)
         for at in range(0, size, LANES):
@@ -284,8 +284,8 @@ def recur(values: Any) -> None:
 def input_head(
     head: int, key_head: int, key_heads: int, shared: int, key_dim: int, value_dim: int
 ) -> tuple[int, int, int]:
-    """Return the unit, the first column and the size of one of the convolution's heads. `head` is 0 for the query of
-    `key_head`, 1 for the key, and 2 or more for the values of its value heads."""
+    """Return the unit, the first column and the size of a convolution head. `head` is 0 for the query of `key_head`, 1
+    for the key, and 2 or more for the values of its value heads."""
     if head < 2:
         unit = head * key_heads + key_head
         return unit, unit * key_dim, key_dim
@@ -338,7 +338,7 @@ def norm_piece(
     count: int, row: int, stride: int, norms: int, gate: int, gate_stride: int, to: int, to_stride: int, size: int,
     epsilon: float,
 ) -> None:  # fmt: skip
-    """Norm `count` results of a head, multiply them by silu of the gates, and store them at `to`."""
+    """Normalize `count` results of a head, multiply them by silu of the gates, and store them at `to`."""
     for _ in range(count):
         for at in range(0, size, LANES):
             prefetch(gate + gate_stride * FETCHED_AHEAD + 4 * at)
@@ -414,8 +414,8 @@ def delta(values: Any) -> None:
 
 @kernel
 def gated_norm(values: Any) -> None:
-    """Multiply rows by silu of the gates, and norm each group of `group` columns, in place. The first lines name the
-    `values`. `size` is the size of a row."""
+    """Multiply rows by silu of the gates, and normalize each group of `group` columns, in place. The first lines name
+    the `values`. `size` is the size of a row."""
     target, rows, size, gates, stride, weight = values[0], values[1], values[2], values[3], values[4], values[5]
     group, epsilon = values[6], number_at(values[7])
     for row in range(thread_number(), rows, num_threads()):

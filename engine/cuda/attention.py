@@ -1,4 +1,4 @@
-"""Attention on a GPU by Triton kernels, for any block size and GQA group size, in float32, float16 and bfloat16 pools.
+"""Attention on a GPU by Triton kernels, for any block size and GQA group size, in pools of every dtype.
 
 If there are few slices, several GPU programs share a long context. Chunks are divided into tiles of queries. Tests run
 the same code under Triton's interpreter, without a GPU.

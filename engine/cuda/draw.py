@@ -28,7 +28,7 @@ SEARCHED = 2048  # number of tokens whose scores the search reads at once
 
 
 def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> Tensor:
-    """Return one token per row, int64 [R], or -1 if a logit of the row is not finite, or -2 if no token is allowed.
+    """Return each row's token, int64 [R], or an error code: -1 if a logit is not finite, -2 if no token is allowed.
 
     `logits` is float32 [R, vocab], and `parameters` is packed by `parameters_of`. `adjusted` has the logits after bans,
     bias and penalties, or is None if no row has any. Draws the same tokens as `engine.sampling.draw`, with one

@@ -170,7 +170,7 @@ def norm_gated(
 ):  # fmt: skip
     """Compute the RMS norm of each group of columns, and multiply it by silu(gate). Grid: rows x groups.
 
-    If GATES_FIRST, the columns are multiplied by silu(gate) before the norm.
+    If GATES_FIRST, the columns are instead multiplied by silu(gate) before the norm.
     """
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP
     column = tl.arange(0, BLOCK)

@@ -17,9 +17,9 @@ def prompt_end(tokenizer: Tokenizer, prompt: list[int]) -> str:
 
 
 def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int], *, has_channels: bool = False) -> str:
-    """Return a grammar of the model's whole answer to this prompt. If the answer may begin with reasoning, the grammar
-    allows the reasoning first. The rest of the answer must match `grammar`. Both grammars are in llguidance's format.
-    For gpt-oss, set `has_channels` if the texts that match `grammar` begin with a channel's header."""
+    """Return a grammar of the model's whole answer to `prompt`: reasoning, if the answer may begin with it, and then a
+    text that matches `grammar`. Both grammars are in llguidance's format. For gpt-oss, set `has_channels` if the texts
+    that match `grammar` begin with a channel's header."""
     start = _start(tokenizer, tokenizer.syntax, prompt_end(tokenizer, prompt), has_channels)
     if not start:
         return grammar

@@ -40,8 +40,8 @@ Argument = bool | int | float | str | None
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens in a tokenizer_config.json, by name, such as `bos_token`. In the file, a
-    token is a string or an object."""
+    """Return the special tokens in a tokenizer_config.json, as a map from names such as `bos_token` to texts. In the
+    file, a token is a string or an object."""
     found = {}
     for key in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
         value = config.get(key)
@@ -52,10 +52,11 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def longest_of(names: Iterable[str]) -> str:
-    """Return a regular expression for the longest of the names at a position, or "" without names.
+    """Return a regular expression that matches the longest name that begins at a position, or "" without names.
 
-    Names with the same first character share their beginning, so that few alternatives are tried at each position. A
-    plain list of 1,000 names would take seconds for a text of a megabyte, during which no other thread can run."""
+    The expression contains the common beginning of several names only once, so few alternatives are tried at each
+    position. With a plain list of 1,000 names, the search in a megabyte of text would take seconds, and no other thread
+    could run during this time."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         groups.setdefault(name[0], []).append(name)
@@ -69,8 +70,8 @@ def longest_of(names: Iterable[str]) -> str:
 
 
 def _source(directory: Path, config: dict[str, Any]) -> str | None:
-    """Return the text of chat_template.jinja or, without it, the default template in tokenizer_config.json. If there is
-    also a template for requests with tools, return one template that contains both."""
+    """Return the text of chat_template.jinja or, without it, the default template in tokenizer_config.json. If `config`
+    also has a template for requests with tools, return one template that contains both."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         if file.stat().st_size > MAX_SOURCE_BYTES:
@@ -90,11 +91,10 @@ def _source(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A model's chat template, which a child process compiles and renders.
 
-    The router's tokenizer owns the template, and the template owns the child process that renders it. `render` blocks,
-    so callers run it on a worker thread. It is thread-safe: conversations are rendered one at a time, each within
-    RENDER_S.
+    The router's tokenizer owns the template, and the template owns the child process. `render` blocks, so callers run
+    it on a worker thread. It is thread-safe: conversations are rendered one at a time, each within RENDER_S.
     """
 
     def __init__(self, source: str, tokens: dict[str, str], special: Sequence[str]) -> None:
@@ -103,9 +103,9 @@ class ChatTemplate:
         Raises ConfigError when the template does not compile.
         """
         self.source = source
-        # Phi-4-mini's template has no variable with the tools, but takes them as a text in the system message.
+        # Phi-4-mini's template does not read the variable `tools`, but reads JSON from `tools` of the system message.
         self._reads_message = "message['tools']" in source and not re.search(r"(?<!['\"\w.])tools\b", source)
-        # The first templates of DeepSeek R1 and its distilled models omit calls or content if a message has both.
+        # The first templates of DeepSeek R1 and its distilled models do not show both the content and the calls.
         self._splits_calls = "message['role'] == 'assistant' and message['content'] is not none" in source
         self._tokens = tokens
         self._special = re.compile(longest_of({name for name in special if name}) or "(?!)")  # "(?!)" matches nothing
@@ -135,7 +135,8 @@ class ChatTemplate:
         """Return the prompt, and the offsets in it at which the client's text contains the name of a special token.
 
         `arguments` are the client's variables for the template, such as `enable_thinking`. `tools` are definitions of
-        functions. If the template does not show earlier calls, `write_calls` returns them as a text for the content.
+        functions. If the template does not show earlier calls, each message's calls are appended to its content, as the
+        text that `write_calls` returns.
 
         Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
         """

@@ -131,8 +131,8 @@ class ByteLevelDetokenizer:
         return self._decoder.decode(b"".join([bytes_of(t) for t in tokens if t not in self._skipped]))
 
     def num_before(self, token: int) -> int:
-        """Return the number of characters between the text that was returned and the text of the next token. A token
-        that continues a character begins where that character begins."""
+        """Return the number of characters between the end of the returned text and the start of the text of `token`,
+        which is the next token. The text of a token that continues a character starts where that character starts."""
         if token in self._skipped or not (data := self._vocabulary.bytes_of(token)):
             return 0
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -172,8 +172,8 @@ class ByteFallbackDetokenizer:
         return self._stripped("".join(out))
 
     def num_before(self, token: int) -> int:
-        """Return the same number as `ByteLevelDetokenizer.num_before`. For a byte token, the number assumes that the
-        bytes after it make the run valid."""
+        """Return the same number as `ByteLevelDetokenizer.num_before`. For a byte token, it is assumed that
+        later bytes make the run valid."""
         piece = None if token in self._skipped else self._vocabulary.piece(token)
         if not isinstance(piece, int) or self._spoilt:
             return 0 if piece is None else len(self._text_of_run())

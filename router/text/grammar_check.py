@@ -26,7 +26,7 @@ from shared.grammar import LIMITS, lark_grammar, one_line
 CHECK_S = 4.0  # CPU time limit for one grammar, after which the child is killed
 MEMORY_BYTES = 1 << 30  # limit of the child's address space
 STACK_BYTES = 2 << 20  # a quarter of the stack size of a node's threads
-REMEMBERED = 256  # number of cached results, because clients send the same grammars again
+REMEMBERED = 256  # number of results that are cached, because clients often send the same grammar again
 NO_TOKENIZER = "no tokenizer"  # part of llguidance's warnings about special tokens
 # llguidance's syntax for a rule's temperature, which nodes do not support.
 TEMPERATURE = re.compile(r'^\s*\w+\s*\[[^\]"]*\btemperature\s*=', re.MULTILINE)
@@ -69,11 +69,11 @@ class GrammarChecker(Collector):
         return answer["grammar"]
 
     def collect(self) -> Iterator[Metric]:
-        counts = CounterMetricFamily("baton_grammars", "Checks of grammars, by result.", labels=["result"])
+        counts = CounterMetricFamily("baton_grammars", "Grammar checks, by result.", labels=["result"])
         for result, count in self._counts.items():
             counts.add_metric([result], count)
         yield counts
-        yield CounterMetricFamily("baton_grammar_check_seconds", "Time of checks of grammars.", self._waited_s)
+        yield CounterMetricFamily("baton_grammar_check_seconds", "Time of grammar checks.", self._waited_s)
 
     def _ask(self, text: str, is_source: bool) -> dict[str, str]:
         with self._lock:

@@ -30,12 +30,11 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """Limits on the images of a request: the number of images, the number of pixels of each image before it is resized,
-    and the number of bytes of all images in the body."""
+    """Limits on the images of a request."""
 
     count: int = 16
-    pixels: int = 50_000_000
-    body_bytes: int = 32 << 20
+    pixels: int = 50_000_000  # of each image before it is resized
+    body_bytes: int = 32 << 20  # of all images together, as they are encoded in the body
 
 
 class ImageReader:
@@ -53,7 +52,7 @@ class ImageReader:
         self._child = ChildProcess("router.text.images", settings)
 
     def read(self, urls: Sequence[tuple[str, str]]) -> list[Media]:
-        """Decode the images in data URLs. `placed` sets their offsets. `urls` has pairs of a parameter and its URL.
+        """Decode the images in data URLs. `urls` lists each image's parameter and URL. `placed` sets the offsets.
 
         Raises RequestError if a URL has no image that the model takes, or if there are too many images or pixels. The
         error names the parameter.
@@ -87,13 +86,13 @@ class ImageReader:
 
 
 def placed(tokens: Sequence[int], media: Sequence[Media], rules: ImageRules) -> list[int]:
-    """Return the prompt's tokens. The placeholder of each image is repeated, once for each token of the image.
+    """Return the prompt's tokens, with each image's placeholder repeated once for each token of the image.
 
-    Sets the offsets of `media`. Raises RequestError unless the prompt has one placeholder for each image.
+    Set the offsets of `media`. Raises RequestError unless the prompt has one placeholder for each image.
     """
     places = sum(token == rules.token for token in tokens)
     if places != len(media):
-        text = f"The chat template of this model makes places for {places} of the {len(media)} images of `messages`."
+        text = f"This model's chat template writes {places} placeholders for the {len(media)} images of `messages`."
         raise RequestError(text, "messages", "invalid_value")
     row: list[int] = []
     images = iter(media)

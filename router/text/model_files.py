@@ -8,7 +8,7 @@ from shared.errors import ConfigError
 from shared.limits import INT32_MAX
 from shared.model_files import read_end_tokens, read_limits, read_object
 
-# The sampling parameters that generation_config.json may set, with the smallest and the largest value.
+# The sampling parameters that generation_config.json may set, with their smallest and largest values.
 SAMPLING = {"temperature": (0, 2), "top_k": (-1, INT32_MAX), "top_p": (1e-6, 1), "min_p": (0, 1)}
 SAMPLING |= {"repetition_penalty": (1e-6, 100)}
 

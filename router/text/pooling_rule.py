@@ -1,7 +1,8 @@
 """Reads the files of sentence-transformers that define how a model computes embeddings or scores.
 
-`modules.json` lists the modules after the decoder: Pooling and Normalize in an embedding model, or LogitScore in a
-reranker. For any other model, requests for embeddings and scores are refused with the reason.
+`modules.json` lists the decoder (Transformer) and the modules after it: Pooling and, optionally, Normalize in an
+embedding model, or LogitScore in a reranker. Any other model refuses requests for embeddings and scores, and states the
+reason.
 """
 
 import json

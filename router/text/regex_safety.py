@@ -36,7 +36,7 @@ def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
 def may_backtrack_exponentially(pattern: str) -> bool:
     """Return whether a group repeats without bound and contains alternatives or another unbounded repeat."""
     open_groups = [False]  # for each open group: whether it contains alternatives or an unbounded repeat so far
-    closed: bool | None = None  # if a group ended at the previous piece: its entry in `open_groups`; otherwise None
+    closed: bool | None = None  # the former entry in `open_groups` of a group that ended at the previous piece, or None
     class_depth = 0
     for piece in PIECE.finditer(pattern):
         text, ended, closed = piece[0], closed, None

@@ -40,8 +40,8 @@ class Tokenizer:
         self._as_text.encode_special_tokens = True
         self._template = template
         self.vocabulary = TokenVocabulary(tokenizer)
-        # The tokens that a grammar must name by their ids. They are never part of a text: llguidance treats all added
-        # tokens like <think> as special, and some models have such tokens that are not special.
+        # Maps the names of special tokens to their ids. A grammar refers to these tokens by id, and a text in a grammar
+        # never matches them. llguidance treats each added token <name> as special, even if the tokenizer does not.
         self.special_ids = {
             each.content: token
             for token, each in tokenizer.get_added_tokens_decoder().items()
@@ -116,9 +116,9 @@ class Tokenizer:
 
         If the conversation has images, `image_markers` is the value of `ImageRules.markers`.
 
-        The name of a special token inside a message is encoded as plain text. `ChatTemplate.render` returns the offsets
-        of such names. Each special token at one of these offsets is replaced by the ids that result when its name is
-        encoded as plain text. The rest of the encoding does not change, because the tokenizer first splits the text at
+        If a message contains the name of a special token, the name is encoded as plain text: `ChatTemplate.render`
+        returns the offsets of such names, and a special token at one of these offsets is replaced by the ids of its
+        name as plain text. The ids of the other text do not change, because the tokenizer first splits the text at
         special tokens.
         """
         if self._template is None:
@@ -147,12 +147,12 @@ class Tokenizer:
         return ids
 
     def _mark_images(self, text: str, offsets: list[int], markers: tuple[int, int, int]) -> tuple[str, list[int]]:
-        """Replace each image's begin marker in the template's output by the begin marker, an image token and the end
-        marker, as Gemma 3's processor does. Return the new text, and the new `offsets`."""
+        """Add an image token and the end marker after each image's begin marker in `text`, the template's output, and
+        blank lines around the three, as Gemma 3's processor does. Return the new text, and `offsets` adjusted to it."""
         start, token, end = map(self.token_name, markers)
         whole, names = f"\n\n{start}{token}{end}\n\n", set(offsets)
         places = [found.start() for found in re.finditer(re.escape(start), text) if found.start() not in names]
-        begins = [0, *(place + len(start) for place in places)]  # of the texts between the markers
+        begins = [0, *(place + len(start) for place in places)]  # where the texts between the markers begin
         parts = [text[begin:place] for begin, place in zip(begins, [*places, None], strict=True)]
         longer = len(whole) - len(start)
         return whole.join(parts), [offset + longer * bisect_left(places, offset) for offset in offsets]
@@ -183,7 +183,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_id(self, name: str) -> int | None:
-        """Return the token with this spelling in the vocabulary, or None if there is none."""
+        """Return the id of the token with this spelling, or None if the vocabulary has no such token."""
         return self._tokenizer.token_to_id(name)
 
     def token_name(self, token: int) -> str:

@@ -21,7 +21,7 @@ from router.text.tool_syntax import HARMONY_BODY, HARMONY_ENDS, HARMONY_HEADS, A
 
 MAX_REFERENCES = 8  # maximum length of a chain of references between schemas
 MAX_HEADER = 256  # maximum number of characters before a call's arguments; a longer text is not a call
-# The text of a malformed call is searched again for calls. After this number of characters of an answer, it is not.
+# The text of a malformed call is searched again for calls, up to this number of characters in an answer.
 MAX_SEARCHED_AGAIN = 1 << 20
 NAME = re.compile(r"[\w.-]{1,64}")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -34,7 +34,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {"string": str, "integer": int, "num
 KINDS |= {"array": list, "object": dict, "null": type(None)}
 KIMI_ID, MISTRAL_ID = re.compile(r"functions\.[\w.-]+:([0-9]{1,6})"), re.compile("[A-Za-z0-9]{9}")
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's constants, which some models write in Python calls
-PYTHON_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # raised for text in Python's syntax
+PYTHON_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # raised when such text is parsed
 PYTHON_STRING = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)""", re.DOTALL)
 Step = Generator[None, None, None]  # a reader: yields to wait for more text; raises SyntaxBrokenError on a syntax error
 
@@ -107,8 +107,8 @@ class AnswerParser:
         self._num_calls = 0
         self._text = ""
         self._at = 0  # the text before this position is consumed
-        self._kept: int | None = None  # start of the current call; None without a call, or once its name is complete
-        self._num_searched_again = 0  # characters of malformed calls
+        self._kept: int | None = None  # start of the call whose name is not complete yet, or None
+        self._num_searched_again = 0  # number of characters of malformed calls
         self._is_last = False
         self._parts: list[AnswerPart] = []
         self._kind: Literal["content", "reasoning"] = "content"
@@ -157,7 +157,7 @@ class AnswerParser:
         self._kind, self._space, self._strips = kind, "", True
 
     def _call(self, name: str) -> None:
-        """Begin a call whose name is complete. Its text so far never becomes content, even if the rest is malformed."""
+        """Begin a call, because its name is complete. Such a call never becomes content, even if it is malformed."""
         self._kept = None
         self._switch("content")
         self._num_calls += 1
@@ -217,7 +217,7 @@ class AnswerParser:
         return self._text[self._at]
 
     def _next_of(self, markers: Sequence[str]) -> Generator[None, None, str]:
-        """Return the marker with which the text continues, or "" if there is none."""
+        """Return the marker with which the rest of the text begins, or "" if it begins with none of the markers."""
         while True:
             rest = self._rest
             if found := next((marker for marker in markers if rest.startswith(marker)), ""):
@@ -390,7 +390,7 @@ class AnswerParser:
         while True:
             yield from self._skip((",",))
             if (yield from self._peek()) == "]":
-                if is_first and tools.bare:  # an empty list is an answer of its own
+                if is_first and tools.bare:  # an empty list is an ordinary answer
                     raise SyntaxBrokenError
                 self._at += 1
                 return
@@ -536,8 +536,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _typed(text: str, types: set[str]) -> str:
-    """Convert a parameter that a model wrote as plain text to JSON of one of these types; see `types_of`. A list or an
-    object may also be in Python's syntax if the parameter cannot be a string."""
+    """Convert a parameter's value from plain text to JSON. `types` are its possible JSON types; see `types_of`. If the
+    value cannot be a string, a list or an object may also be in Python's syntax."""
     if types == {"string"}:
         return dump(text)
     is_nested = types & {"array", "object"} and "string" not in types
@@ -568,13 +568,13 @@ def resolved(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(value: object) -> list[Any]:
-    """Return the value of a keyword as a list. Clients' schemas are not checked, so it may be anything."""
+    """Return the value of a keyword as a list. Clients' schemas are not checked, so the value may be anything."""
     return value if isinstance(value, list) else [value] if isinstance(value, str) else []
 
 
 def types_of(schema: object, root: Mapping[str, Any] = {}) -> set[str]:
-    """Return the JSON types that a schema allows, or an empty set if it does not restrict them. `root` has the schemas
-    to which references refer."""
+    """Return the JSON types that a schema allows, or an empty set if it does not restrict them. References are resolved
+    in `root`."""
     found, open_, seen = set[str](), [schema], set[object]()
     while open_:
         entry = open_.pop()
@@ -598,7 +598,8 @@ def types_of(schema: object, root: Mapping[str, Any] = {}) -> set[str]:
 
 
 def _from_gemma(text: str, quote: str) -> str:
-    """Convert an object to JSON from Gemma's notation, where keys have no quotes and special tokens enclose strings."""
+    """Convert an object from Gemma's notation to JSON. Gemma writes keys without quotes, and strings between special
+    tokens (`quote`)."""
     pieces = text.split(quote)
     pieces = [dump(piece) if place % 2 else BARE_KEY.sub(r'\1"\2":', piece) for place, piece in enumerate(pieces)]
     value = _loads("".join(pieces))
@@ -656,8 +657,8 @@ def call_id(form: str, request_id: str, choice: int, number: int, name: str) -> 
 
 
 def template_id(form: str, given: str, number: int, name: str) -> str:
-    """Return the id under which the template sees an earlier call: the client's id if it has the right form. Mistral's
-    templates refuse other ids, and Kimi's templates show the id in place of the function's name."""
+    """Return the id of an earlier call for the template: the client's id (`given`) if it has the right form, or a new
+    id. Mistral's templates refuse other forms, and Kimi's templates show the id in place of the function's name."""
     if form == "kimi" and not KIMI_ID.fullmatch(given):
         return call_id(form, "", 0, number, name)
     if form == "mistral" and not MISTRAL_ID.fullmatch(given):
@@ -666,6 +667,6 @@ def template_id(form: str, given: str, number: int, name: str) -> str:
 
 
 def next_number(ids: Sequence[str]) -> int:
-    """Return the number of the next call in a conversation whose calls have these ids. No id of Kimi's form has this
-    number or a higher one, even if the client has left out earlier messages."""
+    """Return the number of the next call in a conversation whose calls have these ids. The number is higher than that
+    of every id in Kimi's form, even if the client has omitted earlier messages."""
     return max([len(ids), *(int(found[1]) + 1 for each in ids if (found := KIMI_ID.fullmatch(each)))])

@@ -22,8 +22,8 @@ class ReasoningSyntax:
 
     start: str
     end: str
-    # A model has this syntax if its chat template contains all of these texts. If there are none, the syntax is used
-    # only if a flag names it.
+    # A model has this syntax if its chat template contains all of these texts. A syntax without texts is used only if
+    # `--reasoning-parser` (for a ToolSyntax: `--tool-call-parser`) names it.
     found_by: tuple[str, ...] = ()
     is_implicit: bool = False
 
@@ -42,8 +42,8 @@ class XmlTags:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How calls are written when a grammar enforces them: the texts around all calls together, and the texts around the
-    name and the arguments of each call. The calls begin with `begin` or, if `begin` is empty, with `before_name`."""
+    """How calls are written when a grammar enforces them. Two calls are written as `begin` CALL `separator` CALL `end`,
+    where each CALL is `before_name` NAME `after_name` ARGUMENTS `after`."""
 
     begin: str
     before_name: str
@@ -82,8 +82,8 @@ class ToolSyntax:
         return self.opens + ((self.tags.name[0],) if self.tags is not None and self.tags.name[0] else ())
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Return calls as the model writes them, or "" if the syntax does not allow it. Each call has a name and
-        arguments."""
+        """Return calls as the model writes them, or "" if this is not supported for the syntax. Each call has the keys
+        `name` and `arguments`."""
         dump = partial(json.dumps, ensure_ascii=False)
         if self.kind == "python" and self.opens:
             pairs = [(call["name"], call["arguments"].items()) for call in calls]
@@ -120,7 +120,8 @@ COHERE_CALL = ('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}")
 
 
 def _listed(begin: str, end: str, call: tuple[str, str, str], name_key: str = "name") -> ToolSyntax:
-    """Return the syntax of calls in a list between two markers. `call` has the texts around the name and arguments."""
+    """Return the syntax of a list of calls between two markers. `call` has the texts before, between and after the name
+    and the arguments of a call."""
     form = CallForm(begin + "[", *call, ", ", "]" + end)
     return ToolSyntax("json", (begin,), (begin,), (end,), name_key=name_key, form=form)
 
@@ -243,7 +244,7 @@ TOOLS: dict[str, ToolSyntax] = {  # a template may match several entries, of whi
     "granite": ToolSyntax(
         "json",
         ("<|tool_call|>",),
-        ("<|tool_call|>", "<tool_call>"),  # Granite 3.1 writes the latter
+        ("<|tool_call|>", "<tool_call>"),  # Granite 3.1 writes the second marker
         ("<|end_of_tool_call|>", "</tool_call>"),
         form=CallForm("<|tool_call|>[", *JSON_CALL, ", ", "]"),
     ),

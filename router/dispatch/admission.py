@@ -92,8 +92,8 @@ class ThroughputEstimator:
         self.finished_tokens = 0.0  # finished tokens per slot; this number decays with time
 
     def pass_time(self, now: float, is_busy: bool) -> None:
-        """Advance the clock to `now`. `is_busy` states whether requests were queued since the last call. Only such time
-        is measured."""
+        """Advance the clock to `now`. The time since the last call is measured if `is_busy` is set, which means that
+        requests were queued during this time."""
         past_s, self._now = max(0.0, now - self._now), max(now, self._now)
         if is_busy:
             kept = exp(-past_s / RATE_S)
@@ -101,9 +101,9 @@ class ThroughputEstimator:
             self.finished_tokens *= kept
 
     def tokens_per_s(self, held: float) -> float:
-        """Return the rate, or infinity before the first measurement. `held` is the number of tokens that the nodes
-        hold, divided by the number of slots. When a queue has just formed, few requests have finished, so the share
-        BEGUN of `held` counts as finished too."""
+        """Return the throughput per slot, or infinity before the first measurement. `held` is the number of tokens that
+        the nodes hold, divided by the number of slots. When a queue has just formed, few requests have finished, so the
+        share BEGUN of `held` counts as finished too."""
         begun = BEGUN * held * (1 - self._busy_s / RATE_S)
         return (self.finished_tokens + begun) / self._busy_s if self._busy_s else inf
 
@@ -259,7 +259,8 @@ class AdmissionQueue:
         self.held_requests -= 1
         self.held_tokens -= tokens
         self._served[entry.tenant] += generated - entry.sample_tokens  # charge the actual number of tokens
-        cached = entry.cached_tokens if is_last else 0  # counts as finished: waiting entries count their whole prompts
+        # Cached tokens count as finished, because the costs of waiting entries include whole prompts.
+        cached = entry.cached_tokens if is_last else 0
         self._cached_tokens -= cached
         if self._levels:
             self._throughput.finished_tokens += (tokens + cached) / max(1, self.capacity.requests)

@@ -141,7 +141,8 @@ class AdmittedRequest:
         self._slow = asyncio.get_running_loop().call_later(SLOW_S, self._check_reads, self._num_reads)
 
     def _check_reads(self, num_reads: int) -> None:
-        """Fail the request if it is paused and the number of reads is still `num_reads`, as when the timer started."""
+        """Fail the request if it is paused and its client has read nothing since the timer started. `num_reads` is the
+        number of reads at that time."""
         self._slow = None
         if not any(sample.is_paused for sample in self.samples):
             return
@@ -199,8 +200,8 @@ class Attempt:
 
     def begin(self, prefill: NodeConnection | None, decode: NodeConnection, cached_tokens: int | None = None) -> None:
         """Assign the nodes, and charge the attempt to their load. `cached_tokens` is the expected length of the cached
-        prefix on the node that computes the prompt. The default is that of a node that has the prompt's KV: all full
-        blocks before the last token."""
+        prefix on the node that computes the prompt. None means that this node has the prompt's KV, so that the prefix
+        consists of all full blocks before the prompt's last token."""
         self.prefill, self.decode = prefill, decode
         prefill_load = None if prefill is None else prefill.load
         num_done = len(self.sample.tokens)
@@ -330,8 +331,8 @@ def _failure(connection: NodeConnection, delta: TokenDelta) -> Exception:
     if delta.retry:
         return AttemptFailed(delta.error, connection.info.id)
     if delta.error == "no_token":
-        text = "No token is allowed at a position of the answer: the parameters that restrict it leave none"
-        return RequestError(f"{text}, or its grammar is too complex.", code="no_token")
+        text = "No token is allowed at some position of the answer: the request's parameters exclude all tokens"
+        return RequestError(f"{text}, or the grammar is too complex.", code="no_token")
     if delta.error in {"internal", "numerical"}:
         return UnavailableError(f"The model failed on this request ({delta.error}).", status=500)
     return RequestError(delta.error)

@@ -36,7 +36,7 @@ from shared.rpc.messages import SubmitRequest, pack_ids
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
 WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
-RETRY_PAUSE_S = 0.05  # a retry is delayed by this time per attempt before the failed one, plus or minus 50 %
+RETRY_PAUSE_S = 0.05  # delay of a retry for each attempt before the failed attempt, plus or minus 50 %
 NEWS_S = 0.2  # after a failure, wait at most this long for the router to notice that a node is lost
 SEED_STEP = 0x9E3779B97F4A7C15  # difference between the seeds of successive samples (golden ratio, as in splitmix64)
 COUNTS = (
@@ -71,7 +71,7 @@ class Dispatcher:
         self._placements = Counter[str]()  # number of attempts, by the reason of their placement
         self._retry_budget = RetryBudget()
         self.adapter_requests = Counter[str]()  # number of requests in progress, by their LoRA adapter's digest
-        self.arrivals = SlidingCounts()  # requests that the queue admitted or refused, for `ScalingSignals`
+        self.arrivals = SlidingCounts()  # what reached the queue, for `ScalingSignals`
 
     def ready(self, role: str = "") -> bool:
         """Return whether any node of the role takes requests. If `role` is "", nodes of both roles count."""
@@ -83,8 +83,8 @@ class Dispatcher:
         return self._pool.adapters
 
     async def learn_adapters(self) -> None:
-        """If the router has just started, wait until a node joins, because nodes report the LoRA adapters. Raises
-        UnavailableError after WAIT_NEW_S seconds."""
+        """If the router has just started, wait until a node joins, because the router learns the LoRA adapters from the
+        nodes. Raises UnavailableError after WAIT_NEW_S seconds."""
         await self._wait_for(lambda: self._pool.has_met_nodes or None, WAIT_NEW_S)
 
     def status(self) -> dict[str, Any]:
@@ -111,9 +111,9 @@ class Dispatcher:
         """Admit a request, and provide one `TokenStream` for each sample.
 
         Closing a stream ends its sample early. Leaving the context ends all samples at once, on every node. Raises
-        UnavailableError if no node takes requests or if the request would wait too long, and RequestError if it is too
-        large for every node. At the request's deadline, the body of the `with` block is cancelled and UnavailableError
-        is raised.
+        UnavailableError if no node takes requests or if the request would wait too long, and RequestError if the
+        request is too large for every node. At the request's deadline, the body of the `with` block is cancelled and
+        UnavailableError is raised.
         """
         self._counts["total"] += request.n
         try:

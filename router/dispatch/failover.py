@@ -17,7 +17,7 @@ MAX_CRASHES = 2  # a request is the likely cause if this many nodes crash while 
 TOGETHER_S = 1.0
 RETRY_SHARE = 0.1  # number of retries that each request adds to the budget
 RETRIES_PER_S = 3.0  # number of retries that are added to the budget per second
-BURST_S = 10.0  # the budget is at most the number of retries that are added in this time
+BURST_S = 10.0  # the budget never exceeds the number of retries that are added in this time
 MAX_RETRY_WAIT_S = 10.0
 
 
@@ -98,9 +98,9 @@ class Failover:
         """Record that a node crashed while it computed the request. Raises RequestError if the request is the likely
         cause.
 
-        The request is the likely cause after two crashes without a token in between. If these two crashes happened at
-        about the same time, a third crash is needed. If a node comes back in the same incarnation, it had only
-        lost its connection, so it no longer counts as crashed."""
+        The request is the likely cause after two crashes without a token in between, or after three if the first two
+        happened at about the same time. If a node comes back in the same incarnation, only its connection was lost, so
+        the node no longer counts as crashed."""
         if attempt.produced_by(node):
             self._crashed = []
             return
@@ -117,8 +117,8 @@ class Failover:
 
 
 def inexact_reason(attempt: Attempt) -> str:
-    """Return why an attempt might continue an answer with different tokens than the failed attempt, or "" if the tokens
-    will be the same.
+    """Return why an attempt might generate different tokens than the failed attempt would have generated, or "" if the
+    tokens will be the same.
 
     Baton's own nodes seed the random draw of each token with the token's position, so they continue exactly. A vLLM
     server may use one random generator for a whole request, and applies penalties only to the tokens of one call. The

@@ -40,7 +40,7 @@ class ModelCard:
     eos_ids: frozenset[int]
     created: int = 0  # Unix time in seconds, for /v1/models
     pooling: PoolingRule = PoolingRule(refusal="This model is neither an embedding model nor a reranker.")
-    # Values of sampling parameters that a request omits.
+    # Default values of the sampling parameters that a request omits.
     sampling: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -65,8 +65,8 @@ class GenerationRequest:
     adapter: str = ""  # digest of a LoRA adapter
     grammar: str = ""  # the answers match this grammar (see `shared.grammar`)
     media: Sequence[Media] = ()  # images of the prompt, in order
-    generated: tuple[int, ...] = ()  # tokens of sample 0 that another router has already generated
-    is_accepted: bool = False  # another router has accepted the request, so it waits where a new one would be refused
+    generated: tuple[int, ...] = ()  # tokens that sample 0 already had when this router took over the request
+    is_accepted: bool = False  # another router accepted the request, so this router queues it instead of refusing it
     tenant: str = ""  # the owner of the client's API key, or "" if no keys are set
     deadline: float | None = None  # on the monotonic clock, in seconds
     nodes: tuple[str | None, str | None] = (None, None)  # ids of the prefill and decode node of sample 0's last attempt

@@ -21,7 +21,7 @@ class DispatchRules:
     def check_exact(self, why: str) -> None:
         """Raise UnavailableError if `exact_retries` is set. `why` is the `inexact_reason` of the next attempt."""
         if self.exact_retries:
-            text = "A node was lost, and another one would continue the answer with other tokens"
+            text = "A node was lost, and another node might continue the answer with different tokens"
             raise UnavailableError(f"{text} ({why}); send the request again.", code="not_resumable")
 
     def check_slo(self, placement: Placement, *, is_stale: bool) -> None:

@@ -19,9 +19,9 @@ ROLES, STATES = ("prefill", "decode"), ("ready", "draining", "breached", "stuck"
 MAX_REASONS = 64  # maximum number of placement reasons that are exported as labels
 # Maps a request count in the dispatcher's status to the name and the help text of its metric.
 COUNTS = {
-    "moved": ("baton_request_migrations_total", "Failed attempts. If the limits allow it, each is retried."),
+    "moved": ("baton_request_migrations_total", "Failed attempts, which are retried unless a limit forbids it."),
     "refused": ("baton_requests_rejected_total", "Requests refused before any node received them."),
-    "retried": ("baton_requests_retried_total", "Failed attempts that did not fail because a node was lost."),
+    "retried": ("baton_requests_retried_total", "Attempts that failed although no node was lost."),
     "paused": ("baton_client_backpressure_total", "Attempts ended because a client did not read."),
 }
 QUEUE = (
@@ -94,7 +94,7 @@ class NodeMetrics(Collector):
             for model, status in statuses
             for why, count in status.get("inexact_retries", {}).items()
         ]
-        text = "Attempts that may have continued an answer with other tokens, by reason."
+        text = "Attempts that may have continued an answer with different tokens, by reason."
         yield metric_family("baton_inexact_retries_total", text, ["model_name", "why"], inexact)
         counts = [(name, text, "requests", key) for key, (name, text) in COUNTS.items()]
         for name, text, part, key in (*counts, *QUEUE):

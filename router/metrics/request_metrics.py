@@ -220,7 +220,7 @@ class RequestMetrics(Collector):
         first: "RequestMetrics | None" = None,
     ) -> None:
         """`slo` returns the targets for requests that arrive now. `first` has the metrics of the router's first model,
-        and is None for that model itself. The latencies and totals in `/v1/status` cover all models."""
+        or is None for that model. Its latencies and totals in `/v1/status` include those of the other models."""
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}
@@ -293,7 +293,7 @@ class RequestMetrics(Collector):
         if pace.num_tokens > 1:
             self._seen["tpot"].observe((pace.last - pace.first) / (pace.num_tokens - 1))
         is_missed = reason == "error" or pace.breaks(now)
-        # If the client disconnected while the SLO was not missed yet, the sample counts neither as met nor as missed.
+        # If the client disconnected before the SLO was missed, the sample counts neither as met nor as missed.
         if (pace.slo.ttft_s or pace.slo.tbt_s) and (reason != "abort" or is_missed):
             self._counts["slo", "no" if is_missed else "yes"] += 1
             self._kept.add(not is_missed)

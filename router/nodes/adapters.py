@@ -95,7 +95,7 @@ class AdapterSync:
         """Compare a node's adapters with those that this router has loaded and unloaded.
 
         `before` has the node's adapters at the last call, or is None at the first call. If an adapter has disappeared
-        or appeared since then, another router has unloaded or loaded it, and that change stays."""
+        or appeared since then, another router has unloaded or loaded it, and this router adopts the change."""
         now = connection.info.adapters
         for name in self._directories.keys() - now.keys():
             if name in (before or ()):

@@ -20,7 +20,7 @@ MAX_COMMAND_BYTES = 4 << 20
 CLOSED = "The connection was closed without notice, as when the process ends."
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `pass_interval`
-UNUSED_INTERVALS = 3 * LIVENESS_INTERVALS  # for nodes without requests of this router, because they report less often
+UNUSED_INTERVALS = 3 * LIVENESS_INTERVALS  # limit for nodes without requests of this router, which report less often
 
 
 class ModelVersion(NamedTuple):
@@ -147,7 +147,8 @@ class NodeConnection:
         return RouterCommand(self._router, records=self._has_asked, has_requests=self._has_requests)
 
     def _inform(self) -> None:
-        """Inform the node whether this router has requests on it. If it now has, the node reports at once."""
+        """Inform the node when this router gets its first request on it, or has none left. In the first case, the node
+        reports at once."""
         if bool(self.listeners) is self._has_requests:
             return
         self._command.has_requests = self._has_requests = bool(self.listeners)

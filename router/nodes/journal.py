@@ -76,7 +76,8 @@ class NodeJournal:
         self._record("joined", info.id, f"Node {info.id} joined as a {info.role} node at {info.address}.")
 
     def changed(self, connection: NodeConnection) -> None:
-        """Record the changes of a connection's node. Call this before the listeners of a lost node are notified."""
+        """Record the changes of a connection's node. Call this before the listeners of a lost node are notified,
+        because the event states the number of listeners."""
         info, node = connection.info, self._presences.get(connection.info.id)
         if node is None or node.connection is not connection or connection.router_is_closing:
             return

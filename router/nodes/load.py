@@ -105,8 +105,9 @@ class LoadCharge:
         num_shared: int = 0, sharers: Counter[int] | None = None,
     ) -> None:  # fmt: skip
         """Charge a sequence of `num_tokens` tokens. The node that computes the prompt probably has `cached` of these
-        tokens in its prefix cache. `may_add` is the maximum number of tokens that the attempt may generate. All
-        attempts on a node that `sharers` counts hold the KV of the first `num_shared` tokens once."""
+        tokens in its prefix cache. `may_add` is the maximum number of tokens that the attempt may generate.
+        `sharers` counts the attempts of the request on each node. Attempts on the same node share the KV of the first
+        `num_shared` tokens."""
         self._computing, self._decode = prefill or decode, decode
         self.prompt_tokens = max(0, num_tokens - cached)
         self._pairs = pairs_of(num_tokens - self.prompt_tokens, self.prompt_tokens)
@@ -142,7 +143,7 @@ def step_tokens(info: NodeInfo) -> int:
 
 
 def kv_capacity_tokens(info: NodeInfo) -> int:
-    """Return the length of the longest request that the node's KV pool holds."""
+    """Return the length of the longest request that fits in the node's KV pool."""
     return max(1, (info.num_blocks - 1) * info.block_tokens)
 
 

@@ -43,8 +43,8 @@ class ModelRegistry(Registry):
 
 
 class DividedRegistry:
-    """A registry whose nodes belong to several models. It has one part per model. It starts when the first part starts,
-    and closes when the first part closes."""
+    """A registry whose nodes belong to several models. It has one part per model. The first call of `start` of any part
+    starts the registry, and the first call of `close` closes it."""
 
     def __init__(self, registry: Registry, models: Sequence[str]) -> None:
         self.registry = registry
@@ -68,7 +68,7 @@ class DividedRegistry:
         unknown = {(info.id, info.model) for info in nodes if info.model not in self._models}
         for node, model in sorted(unknown - self._unknown):
             known = ", ".join(sorted(self._models))
-            log.warning("node %s serves the model %r, which this router does not have (%s)", node, model, known)
+            log.warning("node %s serves the model %r, which is not among this router's models (%s)", node, model, known)
         self._unknown = unknown
         for part in self.parts:
             part.refresh()

@@ -75,7 +75,7 @@ class RoutableNodes(Generic[Routable]):
         self.is_paired = any(needs_peer(node.info) for node in (*prefill, *decode))
         self._by_name = {node.info.id: node for node in (*prefill, *decode)}
         self.missing_role = "" if (prefill and decode) or not self.is_paired else "decode" if prefill else "prefill"
-        # The length of the longest request that every node holds, and of the longest that any generating node holds.
+        # Length of the longest request that fits on every node, and of the longest that fits on any generating node.
         self.least_kv_tokens = min((kv_capacity_tokens(node.info) for node in (*prefill, *decode)), default=0)
         self.most_kv_tokens = max((kv_capacity_tokens(node.info) for node in decode or prefill), default=0)
         self._has_shared_pools = any(node.info.shared_pool_owner for node in prefill)

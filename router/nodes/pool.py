@@ -31,7 +31,7 @@ MAX_DETECTORS = 1024  # when there are this many detectors, those of nodes witho
 # A group, its prefill nodes that may be chosen, and its decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once
-COLLECT_S, FULL_S = 0.05, 60.0  # with more than FEW_NODES nodes, intervals of garbage collections
+COLLECT_S, FULL_S = 0.05, 60.0  # with more than FEW_NODES nodes: intervals of partial and full garbage collections
 NOTIFY_S = 0.1  # with more than FEW_NODES nodes, the capacity is computed at most once in this time
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
@@ -67,7 +67,7 @@ class NodePool:
         self._observer = observer
         self._on_capacity = on_capacity
         self.connections: dict[str, NodeConnection] = {}  # by node id
-        self.adapters: dict[str, str] = {}  # digest of each LoRA adapter that a node has or a lost node had, by name
+        self.adapters: dict[str, str] = {}  # digests of the LoRA adapters of all nodes, also of lost ones, by name
         self.has_met_nodes = False  # whether any node has joined since the router started
         self.has_been_ready = False  # whether any node has been ready since the router started
         self.unloaded: set[str] = set()  # names of adapters that no request may use, although nodes may have them
@@ -165,7 +165,7 @@ class NodePool:
             self.router, info, self._timeout_s, self.connection_changed, self._observer, self._wants_records
         )
         self.connections[info.id] = connection
-        self._count_left(self._left.pop(info.incarnation_id, {}), -1)  # it returns, and counts from its own start
+        self._count_left(self._left.pop(info.incarnation_id, {}), -1)  # it is back, and reports these totals itself
         self.has_met_nodes = True
         self._read_adapters(info)
         self.journal.joined(connection)
@@ -334,8 +334,9 @@ class NodePool:
         Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
         it is routable, because it has the KV of the prefix. If `adapter` is given, only nodes with this adapter are
         chosen. If `version` is given, only nodes with the same revision of the model are chosen, and nodes with the
-        same build are preferred. Nodes whose KV pool is too small are chosen only if no other node can generate:
-        `max_len` is the number of tokens of the prompt and the answer, and a prefill node holds only `row`.
+        same build are preferred. Nodes whose KV pool is too small are chosen only if no other node can generate. The
+        pool of a node that generates must hold `max_len` tokens (the prompt and the answer), and the pool of a prefill
+        node must hold `row`.
 
         Nodes with different fingerprints do not exchange KV, so one fingerprint is chosen first. If `prefix_node` is
         routable, its fingerprint is chosen. Otherwise, the fingerprint is drawn at random, in proportion to the number
@@ -380,7 +381,7 @@ class NodePool:
     ) -> list[Allowed]:
         """Return the groups that `choose` may draw from, each with those of its nodes that may be chosen.
 
-        Some groups can generate only on nodes in `avoid`. They are returned only if there are no other groups and
+        Groups that can generate only on nodes in `avoid` are returned only if there are no other groups and
         `only_others` is not set."""
         groups = [each for each in groups if each.most_kv_tokens >= sizes[1]] or groups
         allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter, sizes)) for each in _generating(groups)]
@@ -423,10 +424,10 @@ class NodePool:
 
 
 async def _collect_young() -> None:
-    """Visit young objects so often that no collection takes long, and all objects about once in FULL_S.
+    """Collect young objects so often that no collection takes long, and all objects about once in FULL_S.
 
-    Each report of a node replaces the objects that wait for the node's next report. Python's thresholds do not limit
-    how many of these are young, because they count created objects minus freed ones, also if older ones were freed.
+    Python's own thresholds do not limit the number of young objects here. Python counts the created objects minus all
+    freed objects, and each report of a node frees about as many older objects as it creates.
     """
     gc.set_threshold(*gc.get_threshold()[:2], round(FULL_S / COLLECT_S))
     while True:

@@ -55,7 +55,7 @@ async def test_a_node_of_another_model_is_logged_once(caplog: pytest.LogCaptureF
         whole.changed()
         whole.changed()
     assert [record.getMessage() for record in caplog.records] == [
-        "node x serves the model 'other', which this router does not have (a, b)"
+        "node x serves the model 'other', which is not among this router's models (a, b)"
     ]
     whole.state, whole.problem = "down", "Redis does not answer"
     assert (first.kind, second.state, second.problem) == ("listed", "down", "Redis does not answer")

@@ -22,8 +22,8 @@ UNEVEN = 0.2  # if the busy shares of the nodes differ by more than this, the se
 
 
 def bottleneck(status: Status) -> str:
-    """Return the first finding that applies to a /v1/status document. If none applies, describe the cluster's load.
-    Nodes lost in the last minutes are also named, even if a new process has replaced them."""
+    """Return the first finding that applies to a /v1/status document or, if no finding applies, describe the cluster's
+    load. Also name the nodes that were lost in the last 10 minutes, even if a new process has replaced them."""
     since_ms = (status.get("router") or {}).get("time_ms", 0) - RECENT_MS
     states = {node["id"]: node.get("state") for node in status.get("nodes") or []}
     times = [(node["id"], node.get("since_ms")) for node in status.get("nodes") or [] if states[node["id"]] == "lost"]

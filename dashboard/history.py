@@ -1,8 +1,9 @@
 """The router's bounded record of the nodes' steps and of the latest requests.
 
-Nodes stamp their records with the clock of their host. The offset of that clock is estimated as the smallest difference
-between the arrival and the sending times of the node's latest heartbeats. The estimate is too large by the latency of
-the fastest heartbeat, a fraction of a millisecond on a local network. Only offsets over 1 ms are corrected.
+Nodes stamp their records with the clock of their host. The offset of that clock is estimated from the node's latest
+heartbeats, as the smallest difference between the time when a heartbeat arrived and the time when it was sent. The
+estimate is too large by the latency of the fastest heartbeat, which is a fraction of a millisecond on a local network.
+Only offsets over 1 ms are corrected.
 """
 
 from collections import Counter, deque
@@ -184,7 +185,7 @@ class RequestHistory(RouterObserver):
         trace.num_prompt += num_prompt
         trace.num_samples += num_samples
         trace.samples_per_prompt = num_samples
-        trace.ended_ns = None  # reset, because all samples of an earlier prompt of the request may have ended
+        trace.ended_ns = None  # all samples of the request's earlier prompts may have ended already
         self._change(trace)
 
     def output(self, id: str, sample: int, num_tokens: int) -> None:
@@ -228,9 +229,9 @@ class RequestHistory(RouterObserver):
         return None if memory is None else memory.steps
 
     def activity(self, node: str) -> dict[str, Any]:
-        """Return a node's activity in the last seconds, for `/v1/status`. All numbers are 0 before the first step.
+        """Return a node's activity in the last seconds, for `/v1/status`. Before the first step, the activity is 0.
 
-        `clock_offset_ms`, which is added to the times that the node reports, is 0 if the offset is at most 1 ms.
+        `clock_offset_ms` is the number of milliseconds that are added to the times that the node reports.
         """
         history, now = self._nodes.get(node), self._now()
         ring = StepRing(1) if history is None else history.steps

@@ -47,9 +47,9 @@ ACTIVITY = {
     "budget": ("baton_step_budget_tokens", "Token budget of the last step."),
 }
 AFTER_FIRST = ("transfer_exposed", "decode_queue", "decode", "interference")  # a request's phases after its first token
-# For each queue, the role of the nodes that have this queue, and the help text of the metric.
+# Maps each queue to the role of the nodes that have it, and to the help text of its metric.
 QUEUES = {
-    BOOTSTRAP: ("prefill", "Requests in prefill without a reservation on their decode node."),
+    BOOTSTRAP: ("prefill", "Requests in the prefill that have no reservation on their decode node yet."),
     INFLIGHT: ("prefill", "Computed prompts whose KV is still being transferred."),
     PREALLOC: ("decode", "Handoffs that wait for a reservation."),
     TRANSFER: ("decode", "Handoffs whose KV is being received."),
@@ -115,7 +115,7 @@ class RecordMetrics(NodeMetrics):
     def observe_phases(
         self, model: str, phases: Mapping[str, float] | None, transfer: Mapping[str, Any] | None
     ) -> None:
-        """Record the phase times of a finished request whose nodes have all reported."""
+        """Record the phases of a finished request, if they are known, and its transfer, if it had one."""
         times = {}
         if phases:
             prefill_s = phases["prefill"] / 1000

@@ -35,10 +35,10 @@ SECONDS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0}
 MAX_SUBSCRIBERS = 64
 TICK_S = 0.1
 MAX_RECORDED = 64  # with more nodes, a node sends records only if a client has recently read that node's steps
-ASKED_NS = 60 * 10**9
+ASKED_NS = 60 * 10**9  # what counts as recently
 REQUEST_TICKS, STATUS_TICKS = 2, 10
-MAX_CHANGED = 200  # maximum requests per event; the next event has the others
-MAX_STEPS = 2000  # maximum steps per event; the oldest are left out
+MAX_CHANGED = 200  # maximum requests per event; further requests follow in the next event
+MAX_STEPS = 2000  # maximum steps per event; if there are more, the oldest are omitted
 SILENT_S = 5.0  # a subscriber that does not read for this time is disconnected
 
 FOLDER = Path(__file__).parent / "page"

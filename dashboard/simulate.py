@@ -12,7 +12,7 @@ from router.http.asgi import while_connected
 from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import python_path
 
-MODULE = "compare.playground"  # reads a query from its standard input, and may compute for several seconds
+MODULE = "compare.playground"  # reads a query from its standard input, and writes the result to its standard output
 MAX_QUERY = 300_000  # bytes
 MAX_RUNS = 2  # maximum number of runs at the same time
 LIMIT_S = 120.0

@@ -71,10 +71,11 @@ class StepMember(NamedTuple):
 
 
 class StepRing:
-    """A ring of StepRows, and the members of their steps. The history of a node owns it and fills it on the event loop.
+    """A ring of StepRows, and the slices (`StepMember`) of their steps. A NodeHistory owns the ring, which is filled on
+    the event loop.
 
     The index of a step is the number of steps that were added before it. Other threads may read the ring. If a row is
-    overwritten in the meantime, they read the newer step.
+    overwritten while they read the ring, they get the newer step.
     """
 
     def __init__(self, capacity: int = CAPACITY, members_bytes: int = MEMBERS_BYTES) -> None:

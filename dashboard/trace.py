@@ -40,7 +40,7 @@ PREFILL_MARKS = ("queued", "admitted", "first")
 # The queues of handoffs, with SGLang's names and meanings.
 BOOTSTRAP, INFLIGHT = "num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"
 PREALLOC, TRANSFER = "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"
-# The states by finish reason. Any other finish reason gives the state "failed".
+# Maps finish reasons to states. Any other finish reason means "failed".
 STATES = {"stop": "finished", "length": "finished", "abort": "cancelled", "refused": "refused"}
 
 Rings = Callable[[str], StepRing | None]  # returns the recorded steps of a node
@@ -217,14 +217,14 @@ class RequestTrace:
     num_generated: int = 0
     num_first_sample: int = 0  # number of tokens of sample 0 that were sent
     samples_per_prompt: int = 1
-    num_of_sample: Counter[int] = field(default_factory=Counter)  # tokens by sample, if the request has several
+    num_of_sample: Counter[int] = field(default_factory=Counter)  # tokens of each sample, if there are several samples
     first_ns: int | None = None
     second_ns: int | None = None
     last_ns: int | None = None
     output_ns: int = 0  # when tokens of the first sample arrived most recently
     longest_gap_ns: int = 0  # the longest time between two arrivals of tokens of the first sample
     ended_ns: int | None = None  # when the last sample ended
-    finish: str = ""  # finish reason of the last sample that ended; a failed sample takes precedence
+    finish: str = ""  # finish reason of the last sample that ended, or of the first that was cut short
     num_ended: int = 0
     status: int | None = None  # HTTP status and message of the error if the request was refused or failed
     message: str = ""
@@ -248,7 +248,7 @@ class RequestTrace:
                 self.second_ns = now_ns
 
     def num_tokens(self, attempt: str) -> int:
-        """Return the number of tokens that were sent of the sample of `attempt`, which is named
+        """Return how many tokens of an attempt's sample were sent. `attempt` has the form
         `{request}-{prompt}.{sample}.{number}`."""
         if self.num_samples <= 1:
             return self.num_generated
@@ -285,12 +285,12 @@ class RequestTrace:
 
     @property
     def state(self) -> str:
-        """The state of the request. It follows from the nodes' reports and from the tokens, which may arrive before
-        these reports."""
+        """The state of the request, derived from the nodes' reports and from the tokens. Tokens may arrive before the
+        reports about them."""
         attempt = self.last_attempt
         if self.ended_ns is not None:
             return STATES.get(self.finish, "failed")
-        # Number of tokens that the last attempt has sent.
+        # After a retry, it is unknown how many of the tokens are from the last attempt.
         num_tokens = self.num_first_sample if len(self.attempts) <= self.num_samples else 0
         if attempt is None or (not num_tokens and attempt.find("admitted") is None):
             return "queued"
@@ -365,9 +365,9 @@ class RequestTrace:
         return {"router": named["router"], "earlier_attempts": earlier / 1e6} | named
 
     def _cuts(self) -> list[int] | None:
-        """Return the eight times that bound the phases, in order, or None if one of them is not known.
+        """Return the eight times that bound the phases, or None if one of them is not known.
 
-        These are: accepted, queued, first chunk, first token, received, first decode step, last token sampled, ended.
+        In order: accepted, queued, first chunk, first token, received, first decode step, last token sampled, ended.
         """
         attempt, end_ns = self.last_attempt, self.ended_ns
         if attempt is None or end_ns is None or self.num_samples != 1 or self.finish not in {"stop", "length"}:

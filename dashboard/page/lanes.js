@@ -43,7 +43,7 @@ export class Lanes {
     lane.passes.unshift(...before.map(passOf));
   }
 
-  /* Drops all steps after a reconnect, because those of the time without a connection are missing. */
+  /* Drops all steps after a reconnect, because the steps from the time without a connection are missing. */
   reload() {
     for (const lane of this.lanes.values()) Object.assign(lane, { passes: [], isFilled: false });
   }

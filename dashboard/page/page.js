@@ -39,7 +39,7 @@ listen("events", (kind, data) => {
 
 const isRouterGone = () => place("link").dataset.state === "gone";
 
-/* Loads the latest requests. Removes requests under way that the router does not know, because it has restarted. */
+/* Loads the latest requests. Removes requests in progress that the router does not know, because it has restarted. */
 async function loadRequests(isAsked = false) {
   const moving = requests.moving();
   const answer = await get("v1/requests?limit=100");

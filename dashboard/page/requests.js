@@ -40,7 +40,7 @@ export class Requests {
     keepNewest(this.rows, SHOWN);
   }
 
-  /* Whether the table knows that this request has ended, although the summary, which is older, does not. */
+  /* Whether the request has ended according to the table, but not according to this summary, which is older. */
   hasEnded(one) {
     const known = this.rows.get(one.id)?.one;
     return known && !isMoving(known) && isMoving(one) && one.generated_tokens <= known.generated_tokens;
@@ -124,7 +124,7 @@ export class Requests {
 const named = (phases) => PHASES.filter((name) => phases[name] > 0.005)
   .map((name) => [name, `${LABELS[name] ?? name.replace("_", " ")} ${ms(phases[name])} ms`]);
 
-/* Shows where the time of a request went, as a bar; without phases, the state or the error as text. */
+/* Shows the phases of a request as a bar or, if they are unknown, the state or the error as text. */
 function showPhases(cell, one) {
   const phases = one.phases_ms;
   cell.title = phases ? named(phases).map(([, text]) => text).join(", ") : one.message ?? "";

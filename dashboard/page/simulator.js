@@ -15,8 +15,8 @@ const read = (name) => name === "budget" ? 2 ** Number(fields.budget.value)
   : TEXTS.has(name) ? fields[name].value : Number(fields[name].value);
 const query = () => Object.fromEntries(NAMES.map((name) => [name, read(name)]));
 const DEFAULTS = query();
-const BEST = "The best budget has the most requests within the limits. If several have equally many, it is the one that "
-  + "stays farthest below the limits: the p99 of TTFT and of TBT are divided by their limits, and the larger one counts.";
+const BEST = "The best budget is the one with the most requests within the limits. Among equally good budgets, it is the one "
+  + "that stays farthest below the limits: the p99 of TTFT and of TBT are divided by their limits, and the larger ratio counts.";
 const QUICK_MS = 300, FEWEST = 60, REST_MS = 100; // see `refresh`
 let run = null, playing = 0, timer = 0, newest = 0, stop = new AbortController(), perMs = 0.5, toured = "";
 
@@ -82,8 +82,8 @@ function state(name, text) {
   say(place("state"), text);
 }
 
-/* Runs the settings. First runs and shows only as many requests as take about QUICK_MS, at the speed of the last run, so
-   that the page follows a control that moves. */
+/* Runs the settings. If this takes longer than about QUICK_MS (at the speed of the last run), first shows a run of fewer
+   requests, so that the page follows a slider while it moves. */
 async function refresh() {
   const isNewest = begin();
   if (!form.checkValidity()) {
@@ -132,7 +132,7 @@ function show(found, settings) {
   const points = (name, time) => ended.map((one) => [time(one), one[name]]).sort((a, b) => a[0] - b[0]);
   run.ttft = points("ttft_ms", (one) => one.at_ms + one.ttft_ms);
   run.tbt = points("tbt_ms", (one) => one.end_ms);
-  run.last = run.requests.at(-1).at_ms; // the window ends here or earlier, because the cluster runs empty after it
+  run.last = run.requests.at(-1).at_ms; // the window ends here or earlier, because later steps only finish the last requests
   run.end = Math.max(1, ...run.requests.map((one) => one.end_ms ?? one.at_ms));
   choices(fields.device, run.devices);
   choices(fields.policy, run.policies);
@@ -144,7 +144,7 @@ function show(found, settings) {
 
 const nameOf = (node) => run.settings.prefill ? node.name : node.name.replace("decode", "node");
 
-/* Divides a stretch of equal steps into steps, as [start, duration, prompt tokens, decodes]. */
+/* Divides each group of equal steps into steps [start, duration, prompt tokens, decodes]. */
 function expanded(steps) {
   return steps.flatMap(([start, total, prompt, decodes, length]) => length === 1 ? [[start, total, prompt, decodes]]
     : Array.from({ length }, (_, index) => [start + (index * total) / length, total / length, prompt, decodes]));
@@ -191,7 +191,7 @@ function summarize() {
     tile("Simulated", `${number(figures.span_s, 1)} s`, "from the first request to the last token"));
 }
 
-/* Adds a run to both tables, in place of an equal one. Returns its rows. */
+/* Adds a run to both tables, and removes an earlier run with the same settings. Returns the new rows. */
 function remember(settings, figures) {
   const key = JSON.stringify(settings);
   for (const row of document.querySelectorAll("#runs tr, #tour-runs tr")) if (row.dataset.run === key) row.remove();
@@ -288,7 +288,8 @@ function rowOf(one, from, to) {
   return { label: one.id, spans: Strip.clipped([waiting, ...(one.spans ?? [])], from, to) };
 }
 
-/* Draws points, or steps if `isLine`, over the whole run; with a line at `limit`, and running p50 and p99. */
+/* Draws a chart of the whole run: a step line if `isLine`, otherwise points with their running p50 and p99. A `limit`
+   other than 0 becomes a dashed line. */
 function plot(canvas, points, limit, isLine) {
   const ratio = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   [canvas.width, canvas.height] = [width * ratio, height * ratio];

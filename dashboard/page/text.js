@@ -61,7 +61,7 @@ export function sayWithCode(element, text) {
 
 const byAge = (rows) => [...rows.values()].sort((a, b) => a.one.accepted_ms - b.one.accepted_ms);
 
-/* Whether the table is full and `one` is older than all its rows. */
+/* Whether the table is full, and the request `one` is older than all rows. */
 export const isOlder = (rows, limit, one) => rows.size >= limit && one.accepted_ms < byAge(rows)[0].one.accepted_ms;
 
 export function place(body, rows, row) {

@@ -301,9 +301,9 @@ class AdmissionQueue:
     def _check(self, entry: QueueEntry, now: float) -> None:
         wait_s = self.expected_wait_s(entry)
         latest = min(entry.expires, entry.deadline - CAUTION * self.expected_latency_s(entry))
-        message = "The queue is too long to answer this request in time; try again later."
         if now + CAUTION * wait_s > latest:
-            raise AdmissionRefusedError(message, wait_s)
+            text = "The queue is too long to answer this request in time; try again later."
+            raise AdmissionRefusedError(text, wait_s)
         limit = self._max_queued_tokens or max(LEAST_QUEUED_TOKENS, QUEUED_KV * self.capacity.kv_tokens)
         if self.queued_tokens + entry.cost <= limit:
             return
@@ -311,7 +311,7 @@ class AdmissionQueue:
         tenants = self.queued_tenants | {entry.tenant}
         own = sum(level.tokens.get(entry.tenant, 0) for level in self._levels.values())
         if (own + entry.cost) * len(tenants) > limit:
-            raise AdmissionRefusedError(message, max(1.0, wait_s))
+            raise AdmissionRefusedError("The queue is full; try again later.", max(1.0, wait_s))
 
     def _fits(self, entry: QueueEntry) -> bool:
         room = self.capacity

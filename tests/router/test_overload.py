@@ -322,7 +322,7 @@ async def test_a_rejection_is_immediate_and_has_a_retry_time() -> None:
     here = crowded(max_queued_tokens=1)
     runs = await fill(here)
     began = time.monotonic()
-    with pytest.raises(UnavailableError, match="try again later") as caught:
+    with pytest.raises(UnavailableError, match=r"The queue is full; try again later\.") as caught:
         await here.submit(n=2, name="refused")
     assert time.monotonic() - began < 1.0, "the rejection is immediate"
     assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "overloaded", 1.0)

@@ -227,19 +227,18 @@ class AdmissionQueue:
         return self._granted(now)
 
     def credit_prefix_hit(self, entry: QueueEntry, cached_tokens: int) -> None:
-        """Reduce the entry's cost by the first `cached_tokens` tokens of its prompt, because the chosen node already
-        has them in its prefix cache."""
+        """Reduce the cost of a granted entry by the first `cached_tokens` tokens of its prompt, because the chosen node
+        already has them in its prefix cache."""
         shared = min(cached_tokens, entry.prompt_tokens)
-        if entry.is_granted:
-            self.held_tokens -= shared
-            self.pending_prefill_tokens -= shared if entry.has_pending_prefill else 0
-            entry.prompt_tokens -= shared
-            entry.cached_tokens += shared
-            self._cached_tokens += shared
+        self.held_tokens -= shared
+        self.pending_prefill_tokens -= shared if entry.has_pending_prefill else 0
+        entry.prompt_tokens -= shared
+        entry.cached_tokens += shared
+        self._cached_tokens += shared
 
     def prompt_computed(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
-        """Record that the entry's prompt is computed."""
-        if not (entry.is_granted and entry.has_pending_prefill):
+        """Record that the prompt of a granted entry is computed. Later calls do nothing."""
+        if not entry.has_pending_prefill:
             return []
         self._throughput.pass_time(now, bool(self._levels))
         self._settle_prompt(entry)

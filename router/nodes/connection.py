@@ -147,8 +147,8 @@ class NodeConnection:
         return RouterCommand(self._router, records=self._has_asked, has_requests=self._has_requests)
 
     def _inform(self) -> None:
-        """Inform the node when this router gets its first request on it, or has none left. In the first case, the node
-        reports at once."""
+        """Inform the node if this router has placed the first request on it, or if the last one has ended. After the
+        first request, the node reports at once."""
         if bool(self.listeners) is self._has_requests:
             return
         self._command.has_requests = self._has_requests = bool(self.listeners)

@@ -27,7 +27,7 @@ from shared.rpc.messages import NodeInfo, NodeStats
 log = logging.getLogger("baton.fleet")
 SLOW_START_S = 10.0  # during this time, a node that joins busy nodes gets less than its share of requests
 MAX_LEFT = 1024
-MAX_DETECTORS = 1024  # when there are this many detectors, those of nodes without recent failures are removed
+MAX_DETECTORS = 1024  # when this number is reached, the detectors of nodes without recent failures are removed
 # A group, its prefill nodes that may be chosen, and its decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once

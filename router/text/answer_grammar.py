@@ -7,7 +7,7 @@ import re
 from router.text.tokenizer import Tokenizer
 from router.text.tool_syntax import AnswerSyntax
 
-PROMPT_END = 16  # how many of a prompt's last tokens are checked for the start or end marker of the reasoning
+PROMPT_END = 16  # number of tokens at the end of a prompt in which the markers of the reasoning are searched
 LEXEMES = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\n"
 
 

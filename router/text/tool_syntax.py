@@ -2,8 +2,8 @@
 
 `router/text/tool_parser.py` parses answers with these descriptions. The syntaxes have the names that vLLM's options
 `--tool-call-parser` and `--reasoning-parser` use. The syntax of a model is derived from its chat template, which
-contains the markers of the model's family. No marker of a syntax may be the beginning of another marker of the same
-syntax, because the parser accepts a marker as soon as the marker is complete.
+contains the markers of the model's family. Within a syntax, no marker may be the beginning of another marker, because
+the parser accepts a marker as soon as it is complete.
 """
 
 import json

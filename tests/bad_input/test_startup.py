@@ -105,6 +105,7 @@ FOR_ROUTERS: dict[str, tuple[Breaking, str]] = {
         tokenizer(lambda value: value["model"]["vocab"].update({"\u2603": 5000})), "token id 5000 is beyond the vocab_size 2048"
     ),
     "a pattern that backtracks": (regex("(a+)+$"), "'(a+)+$' repeats a group"),
+    "a pattern that hides a repeat": (regex("(?#[)(a+)+$(?#])"), "has a comment, the option x or a group call"),
     "an unknown decoder": (tokenizer(lambda value: value.update(decoder={"type": "WordPiece", "prefix": "#", "cleanup": True})), "WordPiece"),
     "tokenizer config a list": (written("tokenizer_config.json", "[1]"), "tokenizer_config.json: not a JSON object"),
     "tokenizer config too deep": (written("tokenizer_config.json", DEEP), "tokenizer_config.json: not valid JSON"),

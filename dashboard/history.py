@@ -25,7 +25,7 @@ MAX_TEXT = 200  # maximum characters of a name that a node sends
 HEARTBEATS = 128  # number of latest heartbeats from which a clock's offset is estimated
 OFFSET_NS = 1_000_000  # a smaller offset is ignored
 MAX_NS = 2**62
-WINDOW_NS = 10 * 10**9  # length of the window, up to now, over which a node's activity is measured
+WINDOW_NS = 10 * 10**9  # a node's activity is measured over the last WINDOW_NS
 
 
 @dataclass(slots=True, frozen=True)

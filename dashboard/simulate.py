@@ -33,7 +33,7 @@ class SimulateHandler:
             if len(query) > MAX_QUERY:
                 raise RequestError(f"The query must have at most {MAX_QUERY} bytes.", status=413)
         if self._num_runs >= MAX_RUNS:
-            raise UnavailableError(f"{MAX_RUNS} simulations are running.", code="overloaded", status=429)
+            raise UnavailableError(f"{MAX_RUNS} simulations are running; try later.", code="overloaded", status=429)
         answer = b""
 
         async def run() -> None:

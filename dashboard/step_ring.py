@@ -79,7 +79,7 @@ class StepRing:
     """
 
     def __init__(self, capacity: int = CAPACITY, members_bytes: int = MEMBERS_BYTES) -> None:
-        self.model: CostModel | None = None  # the node's own model, as last reported
+        self.model: CostModel | None = None  # the node's step-time model, as last reported
         self.num_ever = 0
         self._capacity = capacity
         self._rows = np.zeros((capacity, len(StepRow._fields)), np.int64)  # takes no memory before it is filled
@@ -177,9 +177,9 @@ class StepRing:
 def interference_ns(step: StepRecord, model: CostModel | None) -> int:
     """Return the nanoseconds by which the prompts in a step delayed the requests that decode on the node.
 
-    This is the duration of the step, including host time, minus the duration that the node's model predicts for the
+    This is the duration of the step, including host time, minus the duration that the step-time model predicts for the
     step's decodes alone. A step without decodes delays the node's decodes by its whole duration. The result is 0 if the
-    step has no prompts, or if it has decodes and the node has no model.
+    step has no prompts, or if it has decodes but `model` is None.
     """
     if step.prefill_tokens == 0 or (model is None and step.num_decodes):
         return 0

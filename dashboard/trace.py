@@ -102,7 +102,8 @@ class AttemptSpan:
 
     @property
     def predicted_ms(self) -> dict[str, float | None]:
-        """The predicted milliseconds of a local and a remote prefill. A value is None if it is unknown or infinite."""
+        """The predicted milliseconds until the decode node can compute the second token, if the prompt is computed
+        locally (on this node) or remotely. A value is None if it is unknown or infinite."""
         ways = {"local": self.local_s, "remote": self.remote_s}
         return {way: seconds * 1000 if seconds and math.isfinite(seconds) else None for way, seconds in ways.items()}
 
@@ -277,7 +278,7 @@ class RequestTrace:
 
     @property
     def earlier_attempts(self) -> list[AttemptSpan]:
-        """The attempts of the first sample before the latest one, in their order."""
+        """The attempts of the first sample before its latest attempt, oldest first."""
         last = self.last_attempt
         sample = last.id.rpartition(".")[0] if last else ""
         spans = [span for span in list(self.attempts.values()) if span.id.rpartition(".")[0] == sample]

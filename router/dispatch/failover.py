@@ -49,7 +49,7 @@ class RetryBudget:
 @dataclass(slots=True)
 class Failover:
     """Tracks the failures of one sample. The sample is placed on a node in `avoid` only if no other node is available.
-    `prefix_node` is the prefill node that still has the prompt's KV, or "" if there is none."""
+    `prefix_node` is the id of the prefill node that still has the prompt's KV, or "" if no node has it."""
 
     max_attempts: int
     avoid: set[str] = field(default_factory=set)

@@ -138,8 +138,8 @@ class SlidingCounts:
         self._current[key] += times
 
     def totals(self, num_complete: int = 0) -> Counter[Any]:
-        """Return the counts of all slices or, if `num_complete` is given, of the last `num_complete` slices before the
-        current one."""
+        """Return the counts of all slices or, if `num_complete` is not 0, of the last `num_complete` slices that have
+        ended."""
         current = int(self._clock() / self._slice_s)
         end = current if num_complete else current + 1
         first = end - (num_complete or self._num_slices)
@@ -282,8 +282,8 @@ class RequestMetrics(Collector):
         self._counts["without_key",] += 1
 
     def ended(self, pace: SampleTimings, reason: str, now: float) -> None:
-        """Record the end of a sample. `reason` is a value of FINISHES, or "refused". The metrics with vLLM's names
-        count a refused sample as an "error". A disconnect is an "abort", and a failure is an "error"."""
+        """Record the end of a sample. `reason` is "refused" or a value of FINISHES: "abort" if the client disconnected,
+        "error" if the sample failed. The metrics with vLLM's names count a refused sample as an "error"."""
         self._recent.add("finished" if reason in FINISHED else "failed" if reason == "error" else reason)
         reason = "error" if reason == "refused" else reason
         self._counts["ended", reason] += 1

@@ -74,7 +74,7 @@ class NodePool:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
-        # "prefill" or "decode" if a node of this role is missing, and other nodes cannot work without it.
+        # The role of which no node is ready although other nodes cannot work without it, or "".
         self.missing_role = ""
         # One group for each fingerprint; valid unless `_routable` is None.
         self._groups: list[RoutableNodes[NodeConnection]] = []
@@ -284,7 +284,7 @@ class NodePool:
 
     def _find_groups(self) -> list[RoutableNodes[NodeConnection]]:
         """Return the ready nodes, grouped by fingerprint, because only nodes with the same fingerprint can exchange KV.
-        If a group has nodes that cannot work alone, the group is left out while it lacks one of the roles."""
+        A group with nodes that cannot work alone is omitted while it has no prefill node or no decode node."""
         ready = [each for each in self.connections.values() if each.is_ready]
         self.has_been_ready |= bool(ready)
         decode = [each for each in ready if each.info.role == "decode"]

@@ -172,8 +172,8 @@ class ByteFallbackDetokenizer:
         return self._stripped("".join(out))
 
     def num_before(self, token: int) -> int:
-        """Return the same number as `ByteLevelDetokenizer.num_before`. For a byte token, it is assumed that
-        later bytes make the run valid."""
+        """Return the number that `ByteLevelDetokenizer.num_before` describes. For a byte token, assume that later bytes
+        make the run valid."""
         piece = None if token in self._skipped else self._vocabulary.piece(token)
         if not isinstance(piece, int) or self._spoilt:
             return 0 if piece is None else len(self._text_of_run())

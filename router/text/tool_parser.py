@@ -520,13 +520,13 @@ def _loads(text: str) -> Any:
 
 
 def dump(value: object) -> str:
-    """Return JSON. Raises ValueError if a number is not finite, such as 1e999, because JSON cannot express it."""
+    """Return a value as JSON. Raises ValueError for numbers that JSON cannot express, such as infinity (1e999)."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _as_object(text: str) -> str:
-    """Return arguments as the text of a JSON object. Some models write the object inside a string, or write null if
-    there are no arguments."""
+    """Return a call's arguments as the text of a JSON object. Some models write the object inside a string, or write
+    null if there are no arguments."""
     value = _loads(text)
     return "{}" if value is None else value if isinstance(value, str) and value.startswith("{") else text
 

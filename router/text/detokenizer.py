@@ -66,7 +66,7 @@ class TokenVocabulary:
             self.byte_level = True
             return
         if [kind for kind in kinds if kind not in ("Replace", "Strip")] != ["ByteFallback", "Fuse"]:
-            raise ConfigError(f"tokenizer.json: decoder {kinds} is not supported (byte-level or byte-fallback BPE is)")
+            raise ConfigError(f"tokenizer.json: decoder {kinds} is not supported; byte-level or byte-fallback BPE is")
         for place, step in enumerate(steps):
             if step["type"] == "Replace" and "String" in step["pattern"] and place < kinds.index("Fuse"):
                 self._replacements.append((step["pattern"]["String"], step["content"]))

@@ -64,7 +64,7 @@ class ImageReader:
         for param, url in urls:
             media.append(self._read(param, url))
             if sum(len(one.pixels) for one in media) > MAX_IMAGE_BYTES:
-                text = f"The images of `messages` have more than {MAX_IMAGE_BYTES // 3:,} pixels in the model's size."
+                text = f"Resized for the model, the images in `messages` exceed {MAX_IMAGE_BYTES // 3:,} pixels."
                 raise RequestError(f"{text} Send fewer or smaller images.", "messages", "invalid_value")
         return media
 

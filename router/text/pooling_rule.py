@@ -50,7 +50,7 @@ def _modules(file: Path) -> list[tuple[str, Path]]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ConfigError(f"{file} is not a list of modules, each with `type` and `path`") from None
     if any(path.is_absolute() or ".." in path.parts for _, path in found):
-        raise ConfigError(f"{file}: each `path` must be a directory below it")
+        raise ConfigError(f"{file}: each `path` must be a directory below that of the model")
     return [(name, file.parent / path) for name, path in found]
 
 

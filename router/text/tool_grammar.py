@@ -137,7 +137,7 @@ class _Rules:
         """Return the grammar of a call's parameters, in the order of the schema."""
         properties, needed = tool.schema.get("properties") or {}, set(tool.schema.get("required") or ())
         if unknown := needed - properties.keys():
-            raise ToolGrammarError(f"requires the property `{min(unknown)}`, which it does not define")
+            raise ToolGrammarError(f"require the property `{min(unknown)}`, which they do not define")
         found = []
         for name, schema in properties.items():
             before = self.text(tags.key[0] + name + _before_value(tags))
@@ -171,10 +171,8 @@ class _Rules:
         allows_any = not open_ or any(not types or "string" in types for types in open_)
         for entry in (schema, *others):
             if unknown := entry.keys() - ANNOTATIONS | (set() if allows_any else entry.keys() & {"enum"}):
-                text = (
-                    f"has the keyword `{min(unknown)}` in a string's schema, which this model's syntax cannot enforce"
-                )
-                raise ToolGrammarError(text)
+                text = f"have the keyword `{min(unknown)}` in a string's schema"
+                raise ToolGrammarError(f"{text}, which this model's syntax cannot enforce")
         if not open_:
             choices = [choice for values in lists for choice in values or ()]
             words = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]

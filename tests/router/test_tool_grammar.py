@@ -194,7 +194,7 @@ async def test_strict_tools_are_enforced_in_elements(tmp_path, family, form):
         assert not model.accepts(grammar, form.format(**given)), given
     pattern = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^a+$"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": pattern, "strict": True}}
-    with pytest.raises(RequestError, match="`f` has the keyword `pattern` in a string's schema"):
+    with pytest.raises(RequestError, match="`f` have the keyword `pattern` in a string's schema"):
         await model.start(tools=[tool])
     free = {"type": "function", "function": {"name": "f", "parameters": pattern}}
     _, grammar = await model.start(tools=[free], tool_choice="required")
@@ -216,7 +216,7 @@ async def test_an_optional_value_of_a_list_is_enforced_in_elements(tmp_path, def
         assert model.calls(body, form.format(text))[1] == [("f", {"unit": value})]
     assert not model.accepts(grammar, form.format("k"))
     anyone["anyOf"][1]["type"] = "integer"
-    with pytest.raises(RequestError, match="`f` has the keyword `enum`"):
+    with pytest.raises(RequestError, match="`f` have the keyword `enum`"):
         await model.start(tools=[{"type": "function", "function": function}])
 
 

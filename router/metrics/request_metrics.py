@@ -229,8 +229,7 @@ class RequestMetrics(Collector):
         self._kept = SlidingCounts(clock)  # number of samples that met their SLO (key True) or missed it (key False)
         window = {what: SlidingPercentiles(clock) for what in ("ttft", "tbt", "ttst")}
         self._window: dict[str, SlidingPercentiles] = first._window if first else window
-        recent = SlidingCounts(clock, 1.0)  # numbers of samples and tokens, for `totals`
-        self._recent: SlidingCounts = first._recent if first else recent
+        self._recent: SlidingCounts = first._recent if first else SlidingCounts(clock, 1.0)  # for `totals`
 
     # ---- recording ----------------------------------------------------------------------------------------------
 

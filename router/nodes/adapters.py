@@ -59,10 +59,10 @@ class AdapterSync:
             raise RequestError(failed[0], "lora_path")
         self._directories[name] = directory
         self._pool.unloaded.discard(name)
-        if not any(name in each.info.adapters for each in nodes):
+        digests = [each.info.adapters[name] for each in nodes if name in each.info.adapters]
+        if not digests:
             raise UnavailableError("No node has loaded the adapter; try again soon.", code="node_lost")
-        for each in nodes:
-            self._pool.adapters |= {own: digest for own, digest in each.info.adapters.items() if own == name}
+        self._pool.adapters[name] = digests[-1]
 
     def unload(self, name: str) -> None:
         """Remove the adapter, so that no new request can use it. The nodes unload it when all requests that use it have

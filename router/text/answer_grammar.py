@@ -5,7 +5,6 @@ import json
 import re
 
 from router.text.tokenizer import Tokenizer
-from router.text.tool_syntax import AnswerSyntax
 
 PROMPT_END = 16  # number of tokens at the end of a prompt in which the markers of the reasoning are searched
 LEXEMES = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\n"
@@ -20,19 +19,19 @@ def after_reasoning(grammar: str, tokenizer: Tokenizer, prompt: list[int], *, ha
     """Return a grammar of the model's whole answer to `prompt`: reasoning, if the answer may begin with it, and then a
     text that matches `grammar`. Both grammars are in llguidance's format. For gpt-oss, set `has_channels` if the texts
     that match `grammar` begin with a channel's header."""
-    start = _start(tokenizer, tokenizer.syntax, prompt_end(tokenizer, prompt), has_channels)
+    start = _start(tokenizer, prompt_end(tokenizer, prompt), has_channels)
     if not start:
         return grammar
     first, *others = json.loads(grammar)["grammars"]
     return json.dumps({"grammars": [{"lark_grammar": start + LEXEMES}, first | {"name": "answer"}, *others]})
 
 
-def _start(tokenizer: Tokenizer, syntax: AnswerSyntax, before: str, has_channels: bool) -> str:
+def _start(tokenizer: Tokenizer, before: str, has_channels: bool) -> str:
     """Return Lark rules for an answer that may begin with reasoning, or "" if it cannot begin with reasoning."""
-    reasoning = syntax.reasoning
+    reasoning = tokenizer.syntax.reasoning
     if reasoning is None or before.endswith(reasoning.end):
         return ""
-    if syntax.is_harmony:
+    if tokenizer.syntax.is_harmony:
         opens, final = (lark_of(f"<|channel|>{name}<|message|>", tokenizer) for name in ("analysis", "final"))
         thinks = _until(lark_of("<|end|>", tokenizer))
         again = lark_of("<|start|>assistant", tokenizer)

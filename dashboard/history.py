@@ -1,9 +1,8 @@
 """The router's bounded record of the nodes' steps and of the latest requests.
 
-Nodes stamp their records with the clock of their host. The offset of that clock is estimated from the node's latest
-heartbeats, as the smallest difference between the time when a heartbeat arrived and the time when it was sent. The
-estimate is too large by the latency of the fastest heartbeat, which is a fraction of a millisecond on a local network.
-Only offsets over 1 ms are corrected.
+Nodes stamp their records with the clock of their host. The clock's offset is estimated from the node's latest
+heartbeats, as the smallest difference between the arrival and the sending of a heartbeat. The estimate is too large by
+the latency of that heartbeat, a fraction of a millisecond on a local network. Only offsets over 1 ms are corrected.
 """
 
 from collections import Counter, deque

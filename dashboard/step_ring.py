@@ -71,8 +71,7 @@ class StepMember(NamedTuple):
 
 
 class StepRing:
-    """A ring of StepRows, and the slices (`StepMember`) of their steps. A NodeHistory owns the ring, which is filled on
-    the event loop.
+    """A ring of StepRows, with the slices of their steps. A NodeHistory owns the ring, and fills it on the event loop.
 
     The index of a step is the number of steps that were added before it. Other threads may read the ring. If a row is
     overwritten while they read the ring, they get the newer step.

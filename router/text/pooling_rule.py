@@ -1,8 +1,7 @@
 """Reads the files of sentence-transformers that define how a model computes embeddings or scores.
 
 `modules.json` lists the decoder (Transformer) and the modules after it: Pooling and, optionally, Normalize in an
-embedding model, or LogitScore in a reranker. Any other model refuses requests for embeddings and scores, and states the
-reason.
+embedding model, or LogitScore in a reranker. Any other model refuses requests for embeddings and scores.
 """
 
 import json

@@ -292,22 +292,17 @@ class NodePool:
         prefill = [each for each in ready if each.info.role == "prefill" and self.mode != "colocated"]
         prefill = [each for each in prefill if each.info.shared_pool_owner in pool_owners]
         groups = [
-            RoutableNodes(
-                *(
-                    self._without_outliers([each for each in pool if each.info.fingerprint == one])
-                    for pool in (prefill, decode)
-                )
-            )
+            RoutableNodes(*(self._without_outliers(pool, one) for pool in (prefill, decode)))
             for one in sorted({each.info.fingerprint for each in prefill + decode})
         ]
         self.missing_role = next((group.missing_role for group in groups if group.missing_role), "")
         return [group for group in groups if not group.missing_role]
 
-    def _without_outliers(self, connections: list[NodeConnection]) -> list[NodeConnection]:
-        """Return the nodes that are not ejected, or all nodes if every node is ejected."""
+    def _without_outliers(self, connections: list[NodeConnection], fingerprint: str) -> list[NodeConnection]:
+        """Return the nodes with this fingerprint that are not ejected, or all of them if every one is ejected."""
         now = time.monotonic()
-        kept = [each for each in connections if not self.outliers[each.info.id].is_ejected(now)]
-        return kept or connections
+        group = [each for each in connections if each.info.fingerprint == fingerprint]
+        return [each for each in group if not self.outliers[each.info.id].is_ejected(now)] or group
 
     def capacity(self) -> PoolCapacity:
         """Return the capacity of the routable nodes."""

@@ -102,8 +102,7 @@ class AttemptSpan:
 
     @property
     def predicted_ms(self) -> dict[str, float | None]:
-        """The predicted milliseconds until the decode node can compute the second token, if the prompt is computed
-        locally (on this node) or remotely. A value is None if it is unknown or infinite."""
+        """Predicted milliseconds to the second token with a local or remote prefill; None if unknown or infinite."""
         ways = {"local": self.local_s, "remote": self.remote_s}
         return {way: seconds * 1000 if seconds and math.isfinite(seconds) else None for way, seconds in ways.items()}
 

@@ -129,6 +129,8 @@ def decoded(data: str, rules: ImageRules, max_pixels: int) -> dict[str, Any]:
             return {"failed": "is animated: send one frame as an image without animation"}
         wide, high = rules.size(*_upright(image))
         image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits of grey: `convert` alone would make all values above 255 white
+            image = image.point(lambda value: value / 256).convert("L")
         if image.mode in {"RGBA", "LA", "PA", "RGBa", "La"} or "transparency" in image.info:
             white = Image.new("RGBA", image.size, "white")  # transparent pixels are white, as in vLLM
             image = Image.alpha_composite(white, image.convert("RGBA"))

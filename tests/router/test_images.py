@@ -188,6 +188,13 @@ def test_transparent_and_rotated_images(qwen) -> None:
     assert rotated == expected
 
 
+def test_grey_images_with_16_bits_are_not_clipped(qwen) -> None:
+    image = picture(3, 40, 24)[..., 0]
+    (found,) = qwen[1].read([("x", encoded(Image.fromarray(image.astype(np.uint16) * 256)))])
+    (expected,) = qwen[1].read([("x", encoded(Image.fromarray(image)))])
+    assert found == expected
+
+
 def responses_chat(url: str, role: str = "user") -> ChatBody:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": url, "detail": "auto"}]
     body = {"model": "m", "input": [{"role": role, "content": parts}]}

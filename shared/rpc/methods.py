@@ -1,6 +1,7 @@
 """The RPCs of Baton. Each RPC is defined in one line, which both the server's handler and the client's call use."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -89,6 +90,16 @@ PEER_FAILURES = (
     GRPCError, *STREAM_ENDED, OSError, asyncio.TimeoutError, DecodeError, UnicodeError, AssertionError, KeyError,
     H2ProtocolError,
 )  # fmt: skip
+
+
+def is_late(record: logging.LogRecord) -> bool:
+    """Return whether grpclib logs that the deadline of a call had passed when the call arrived. After a freeze of the
+    caller, this is no error of this process."""
+    error = record.exc_info[1] if record.exc_info else None
+    return isinstance(error, asyncio.TimeoutError) and error.args == ("Deadline exceeded",)
+
+
+logging.getLogger("grpclib.server").addFilter(lambda record: not is_late(record))
 
 
 class PeerError(Exception):

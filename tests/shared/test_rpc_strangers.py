@@ -192,6 +192,14 @@ async def test_a_malformed_call_gets_its_status_and_the_connection_stays_usable(
         assert len(served.received) == 1 + (status is Status.OK)
 
 
+async def test_a_call_whose_deadline_has_passed_fails_alone_and_is_not_logged() -> None:
+    async with recording() as served, raw(served.address) as client:
+        client.call(1, GOOD, grpc_timeout="0n")
+        assert await client.status() is not Status.OK
+        client.call(3, GOOD)
+        assert await client.status(3) is Status.OK
+
+
 async def test_cancelled_calls_are_released_even_if_they_never_started() -> None:
     begun = ended = 0
 

@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Write the rest of the output. Drop it if nothing reads the pipe any more, as after `baton models | head`."""
-    with suppress(OSError):  # at exit, the interpreter tries again and reports other errors
+    """Flush standard output. If the reader of the pipe has exited, as in `baton models | head`, discard the output."""
+    with suppress(OSError):  # the interpreter flushes again at exit, and reports any other error
         try:
             sys.stdout.flush()
         except BrokenPipeError:
@@ -68,9 +68,9 @@ def _app() -> typer.Typer:
         app.command(name, help=text)(command_of(kind, f"baton {name}", partial(_run, name), positional))
     app.command("status", help="Show the nodes of a running cluster.")(_status)
     app.command("top", help="Watch the nodes of a running cluster.")(_top)
-    app.command(
-        "compare", help="Compare deployments under the same traffic: which keeps the SLO best, how certainly, and why."
-    )(compare)
+    app.command("compare", help="Compare deployments under the same traffic: which one keeps the SLO best, and why.")(
+        compare
+    )
     app.command("plan", help="Find, by simulation, the split of GPUs that carries the most traffic within an SLO.")(
         plan
     )
@@ -81,18 +81,18 @@ def _app() -> typer.Typer:
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)
     app.command("key", help="Create an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)
     app.command("models", help="List the models that Baton serves, or show the memory that one model takes.")(_models)
-    engine = typer.Typer(help="Run a cluster on the hosts of a Ray cluster.", no_args_is_help=True)
+    on_ray = typer.Typer(help="Run a cluster on the hosts of a Ray cluster.", no_args_is_help=True)
     start = command_of(RaySettings, "baton ray up", _ray_up, "model")
-    engine.command("up", help="Start the processes that are not running.")(start)
-    engine.command("status", help="Show the processes and their hosts.")(_ray_status)
-    engine.command("down", help="Drain and end all processes.")(_ray_down)
-    app.add_typer(engine, name="ray")
+    on_ray.command("up", help="Start the processes of the cluster that are not running yet.")(start)
+    on_ray.command("status", help="Show the processes and their hosts.")(_ray_status)
+    on_ray.command("down", help="Drain and end all processes.")(_ray_down)
+    app.add_typer(on_ray, name="ray")
     app.command("chat", help="Chat with the model of a running cluster.")(_chat)
     return app
 
 
 def _run(name: str, settings: Settings) -> int:
-    """Run the command `name`, which is one of PROCESSES, with the settings that its flags gave."""
+    """Run the command `name` of PROCESSES with the settings from its flags."""
     if not isinstance(settings, LocalSettings):
         exit_on_signals()
     match settings:
@@ -204,11 +204,11 @@ ClusterName = Annotated[str, typer.Option("--cluster", envvar="BATON_CLUSTER", h
 
 
 def _ray_up(settings: RaySettings) -> int:
-    return _on_ray(lambda engine: engine.up(settings))
+    return _on_ray(lambda commands: commands.up(settings))
 
 
 def _ray_status(cluster: ClusterName = "default") -> int:
-    return _on_ray(lambda engine: engine.status(cluster))
+    return _on_ray(lambda commands: commands.status(cluster))
 
 
 def _ray_down(
@@ -217,7 +217,7 @@ def _ray_down(
         float, typer.Option("--drain-timeout-s", min=0, help="Seconds to wait for requests in progress.")
     ] = 30.0,
 ) -> int:
-    return _on_ray(lambda engine: engine.down(cluster, timeout_s))
+    return _on_ray(lambda commands: commands.down(cluster, timeout_s))
 
 
 def _on_ray(run: Callable[[Any], int]) -> int:

@@ -14,13 +14,13 @@ import httpx
 from shared.api_client import bearer, verification
 
 TIMEOUT_S = 5.0
-ANSWER_S = 120.0  # timeout of a chat answer, which may begin late on a busy cluster
+ANSWER_S = 120.0  # maximum wait for each part of a chat answer; on a busy cluster, the first part comes late
 FRAME_S = 1.0  # time between two updates of `baton top`
 COLUMNS = (
     *("node", "role", "state", "running", "waiting", "batch", "KV blocks", "steps/s", "busy"),
     *("handoffs", "moved", "channels"),
 )
-NARROW, NUM_NARROW = 110, 9  # a terminal narrower than NARROW shows only the first NUM_NARROW columns of the table
+NARROW, NUM_NARROW = 110, 9  # a terminal of fewer than NARROW characters shows only NUM_NARROW columns of the table
 NUM_EVENTS = 10
 LEGEND = (
     "steps/s, busy: means of the last 10 s. batch: tokens of prompts (p) and\n"
@@ -71,7 +71,7 @@ def request(
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UnreachableError(
-            f"no router at {url}: {error or type(error).__name__}; --url or BATON_URL names another address"
+            f"no router at {url}: {error or type(error).__name__}; give its address with --url or BATON_URL"
         ) from None
     except (ValueError, KeyError, TypeError, IndexError):
         raise UnreachableError(f"{url} did not answer like a router of this version; is it a router?") from None
@@ -151,13 +151,13 @@ def _screen(status: Document, width: int) -> Any:
 
 
 def fetch_status(url: str, api_key: str = "") -> Document:
-    """Return the answer to GET /v1/status. Raises UnreachableError if there is none."""
+    """Return the router's answer to GET /v1/status, with the nodes sorted for display. Raises UnreachableError."""
     with request("GET", url, "/v1/status", api_key) as response:
         response.read()
         status: Document = response.json()
         if not all(isinstance(node["id"], str) for node in status["nodes"]):
             raise ValueError("the id of a node is not text")
-        # Put prefill nodes first, and node-2 before node-10.
+        # Prefill nodes come first, and node-2 comes before node-10.
         status["nodes"].sort(key=lambda node: (node.get("role") != "prefill", len(node["id"]), node["id"]))
         return status
 
@@ -183,7 +183,7 @@ def head(status: Document) -> list[str]:
 
 
 def tail(status: Document, now: float) -> list[str]:
-    """Return the lines below the table: the nodes that are gone, with the reason, and the latest events."""
+    """Return the lines below the table: a line for each node that was lost or has left, and the latest events."""
     gone = [node for node in status["nodes"] if node.get("state") in {"lost", "left"} and node.get("since_ms")]
     return [
         f"{node['id']}: {node['state']} {now - node['since_ms'] / 1000:.0f} s ago: {node.get('reason') or '?'}"
@@ -195,7 +195,7 @@ def tail(status: Document, now: float) -> list[str]:
 
 
 def row_of(node: Document) -> tuple[str, ...]:
-    """Return the cells of a node's row. The batch "512p+8d" has 512 prompt tokens and 8 decodes.
+    """Return the cells of a node's row. In the column `batch`, "512p+8d" means 512 prompt tokens and 8 decodes.
 
     If a node is lost or has left, its row shows only its name, role and state, because its last report is out of date.
     """
@@ -303,7 +303,7 @@ def _prompts(is_terminal: bool) -> Iterator[str]:
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
-            print()  # drop the line, as a shell does
+            print()  # discard the unfinished line, as a shell does
             continue
         if line == "/quit":
             return
@@ -319,7 +319,7 @@ def _answer(url: str, api_key: str, fields: Document) -> str:
     body = {name: value for name, value in fields.items() if value is not None}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     text, num_tokens, num_parts, ttft_s, total_s = "", 0, 0, 0.0, 0.0
-    sent: list[float] = []  # without the time to make a client, which can take longer than the first token
+    sent: list[float] = []  # the time of sending: creating the HTTP client first can take longer than the first token
 
     def on_sending(_: httpx.Request) -> None:
         sent.append(time.monotonic())
@@ -341,7 +341,7 @@ def _answer(url: str, api_key: str, fields: Document) -> str:
                     text += part if place is sys.stdout else ""
                     print(part, end="", flush=True, file=place)
     print()
-    # Tokens that arrive together give no rate.
+    # If the tokens arrived together, no rate can be computed.
     rate = f", {(num_tokens - 1) / (total_s - ttft_s):.1f} tokens/s" if num_parts > 2 and total_s > ttft_s else ""
     print(f"[{num_tokens} tokens, TTFT {1000 * ttft_s:.0f} ms{rate}]", file=sys.stderr)
     return text

@@ -96,8 +96,8 @@ async def examine(name: str, check: Callable[[], str | Awaitable[str]]) -> Findi
 
 
 async def _installation(settings: DoctorSettings) -> AsyncIterator[Finding]:
-    """Yield the findings about this machine. With --url, skip most checks, because the cluster may run on other
-    machines."""
+    """Yield the findings about this machine. With --url, the cluster may run on other machines, so check neither the
+    devices nor the model."""
     checks: tuple[Callable[[DoctorSettings], str | Awaitable[str]], ...] = (libraries, secret_files, registry)
     if not settings.url:
         checks = (libraries, computing, model, secret_files, registry)
@@ -132,7 +132,7 @@ def model(settings: DoctorSettings) -> str:
 
 
 def secret_files(settings: DoctorSettings) -> str:
-    """Check the given secret files. Afterwards, this process uses the cluster's secret."""
+    """Check the files of secrets and API keys, and let this process use the cluster's secret."""
     tls.configure(settings.cluster_secret_file, {} if settings.url else {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)
@@ -185,7 +185,9 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
     async def connect() -> str:
         await endpoint.connect()
         if not endpoint.is_baton:
-            raise EndpointError(f"{settings.url} is not a router, or needs an admin key, or has an --admin-port")
+            raise EndpointError(
+                f"{settings.url} is not a router, or it has an --admin-port, or it needs an admin's key (--api-key)"
+            )
         status.update(await endpoint.status())
         return f"{endpoint.model} at {settings.url}"
 
@@ -208,7 +210,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
 
 
 def _members(status: Document) -> list[Document]:
-    """Return the rows of the nodes that are not lost and have not left."""
+    """Return the entries of the nodes that are in the cluster now: those that are not lost and have not left."""
     return [node for node in status["nodes"] if node["state"] not in {"lost", "left"}]
 
 
@@ -230,8 +232,9 @@ def _fingerprints(status: Document) -> str:
     expected = max(sorted(set(prints)), key=prints.count, default="")
     if others := [f"{node['id']}: {node['fingerprint']}" for node in nodes if node["fingerprint"] != expected]:
         raise CheckWarning(
-            f"{'; '.join(others)}; the other nodes have {expected}, so there are no handoffs between them; unless you "
-            "are changing the model or Baton, give all nodes the same model, --model-impl, dtype and block size"
+            f"{'; '.join(others)}; the other nodes have {expected}; nodes with different fingerprints do not exchange "
+            "KV: unless you are changing the model or Baton, give all nodes the same model, --model-impl, dtype and "
+            "block size"
         )
     return f"all {expected}"
 
@@ -240,7 +243,7 @@ def _blocks(status: Document) -> str:
     blocks = {node["id"]: node["blocks"] for node in _members(status)}
     # The counts contain the total too, so their sum must be twice the total.
     if wrong := [name for name, counts in blocks.items() if sum(counts.values()) != 2 * counts["total"]]:
-        raise ValueError(f"{', '.join(wrong)}: the blocks do not add up to the total: restart it, and report its log")
+        raise ValueError(f"{', '.join(wrong)}: the blocks do not add up to the total: restart the node, report its log")
     return "all accounted for"
 
 
@@ -266,7 +269,7 @@ def _membership(status: Document) -> str:
     kind, state = status["registry"]["kind"], status["registry"]["state"]
     if state != "ok":
         raise CheckWarning(
-            f"{kind} does not answer: the router keeps its last list, and no node can join until it does"
+            f"{kind} does not answer: until it does, the router keeps its last list of nodes, and no node can join"
         )
     return str(kind)
 
@@ -334,7 +337,7 @@ async def _answered(stack: LocalStack, started: Awaitable[None], answers: dict[s
 
 
 async def _reported(endpoint: Endpoint, num_handoffs: int) -> Document:
-    """Return the cluster's status. First wait until the nodes have reported the handoffs, but at most REPORT_S."""
+    """Wait until the nodes have reported `num_handoffs` handoffs, for at most REPORT_S seconds. Return the status."""
     deadline = time.monotonic() + REPORT_S
     while True:
         status = await endpoint.status()
@@ -360,7 +363,7 @@ def _prompts(max_model_len: int) -> list[list[int]]:
 
 
 def same_tokens(answers: Mapping[str, Sequence[Sequence[int]]]) -> str:
-    """Check that all answers are equal. The keys of `answers` are the clusters or methods that gave the answers."""
+    """Check that all answers are equal. `answers` is keyed by the cluster or the method that gave the answers."""
     if different := different_answers(answers):
         raise ValueError(
             f"{different[0]} ({len(different)} differ): either KV does not arrive as it was sent, or the nodes "

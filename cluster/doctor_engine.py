@@ -32,7 +32,10 @@ TEXTS = (
 
 @asynccontextmanager
 async def engine_checks(settings: DoctorSettings) -> AsyncIterator[list[tuple[str, Check]]]:
-    """Provide the checks of `--engine` and, if given, of `--peer`, by name. Raises ValueError for unreadable files."""
+    """Provide the checks of `--engine` and, if given, `--peer`, each with its name.
+
+    Raises ValueError or OSError if a file of the model or the key cannot be read.
+    """
     directory = resolve(settings.model) if settings.model else DEMO_MODEL
     max_len, vocab_size = read_limits(directory)
     key = read_key(settings.engine_api_key_file)
@@ -47,7 +50,7 @@ async def engine_checks(settings: DoctorSettings) -> AsyncIterator[list[tuple[st
         if len(servers) == 2:
             there, back = partial(hands_over, *servers), partial(hands_over, *reversed(servers))
             checks += [("same KV", partial(same_kv, *servers)), ("handoff", there), ("handoff back", back)]
-        yield [(name, deadline()(check)) for name, check in checks]  # a server may be frozen
+        yield [(name, deadline()(check)) for name, check in checks]  # a frozen server would not answer
 
 
 class EngineExaminer:
@@ -66,8 +69,8 @@ class EngineExaminer:
         self.facts = facts = await self.engine.describe()
         if facts.max_model_len < self._max_model_len:
             raise ValueError(
-                f"--max-model-len of {self.engine.url} is {facts.max_model_len}, and that of --model "
-                f"{self._max_model_len}: give baton up --max-model-len {facts.max_model_len}"
+                f"{self.engine.url}: its --max-model-len is {facts.max_model_len}, but --model allows "
+                f"{self._max_model_len} tokens: start baton up with --max-model-len {facts.max_model_len}"
             )
         blocks = f"{facts.num_blocks} blocks of {facts.block_tokens} tokens"
         return f"{self.engine.url}: vLLM {facts.version}, {facts.model}, {facts.max_model_len} positions, {blocks}"
@@ -76,7 +79,7 @@ class EngineExaminer:
         """Check that the server has the same tokenizer as the router, which encodes the prompts."""
         for text in TEXTS:
             if (found := await self.engine.tokenize(text)) != self._tokenizer.encode(text):
-                raise ValueError(f"{text!r} is {found[:8]}… on the server and not in --model: give the same model")
+                raise ValueError(f"{text!r} has the ids {found[:8]}… on the server, others in --model: give its model")
         return f"{len(TEXTS)} texts have the same ids as in --model"
 
     async def answers(self) -> str:
@@ -105,16 +108,16 @@ class EngineExaminer:
             raise ValueError(f"{hits[2]:g} tokens were shared between two salts: tenants share a cache")
         if not hits[1]:
             raise ValueError("prefix caching is off, so retries compute prompts again: use --enable-prefix-caching")
-        return f"{hits[1]:g} tokens of a prefix were cached for the same salt, and none for another"
+        return f"a request with the same salt reused {hits[1]:g} tokens of a prefix, one with another salt none"
 
     def request(self, num_blocks: int, num: int = LENGTH) -> tuple[SubmitRequest, list[int]]:
-        """Return a request for `num` tokens that has a new prompt, and the tokens of this prompt."""
+        """Return a request for `num` tokens, and its random prompt, which fills `num_blocks` blocks if these fit."""
         size = max(1, min(num_blocks * self.facts.block_tokens + 1, self._max_model_len - num))
         prompt = [secrets.randbelow(self.engine.vocab_size) for _ in range(size)]
         return replace(probe_request(prompt, num, temperature=0.0), salt=secrets.token_bytes(16)), prompt
 
     async def value(self, name: str, is_expected: Callable[[float], bool] = lambda _: True) -> float:
-        """Return the value of a metric. Until it is as expected, read it again, for at most IDLE_S seconds."""
+        """Read a metric until `is_expected` accepts its value, for at most IDLE_S seconds. Return the last value."""
         now = asyncio.get_running_loop().time
         end = now() + IDLE_S
         while True:
@@ -128,21 +131,21 @@ async def same_kv(one: EngineExaminer, other: EngineExaminer) -> str:
     """Check that the KV of two servers has the same layout, and that both have a connector."""
     for name in ("version", "model", "block_tokens", "cache_dtype"):
         if (a := getattr(one.facts, name)) != (b := getattr(other.facts, name)):
-            raise ValueError(f"{name} is {a} on {one.engine.url} and {b} on {other.engine.url}: they are not paired")
+            raise ValueError(f"{name} is {a} on {one.engine.url}, {b} on {other.engine.url}: it must be the same")
     for each in (one, other):
         if not await connector(each.engine):
             raise ValueError(f"{each.engine.url} has no KV connector: start it with --kv-transfer-config '{CONFIG}'")
-    return "both have the connector NIXL and KV of one layout"
+    return "both have the NIXL connector and the same KV layout"
 
 
 async def hands_over(prefill: EngineExaminer, decode: EngineExaminer) -> str:
-    """Check that KV moves from `prefill` to `decode`, and that the answer has the tokens that `prefill` alone gives."""
+    """Check that KV moves from `prefill` to `decode`, and that `prefill` alone would give the same answer."""
     request, prompt = prefill.request(4)
     before = await decode.value("nixl_bytes_transferred_sum")
     _, params = await prefill.engine.prefill(request, prompt)
     if await decode.engine.collect(request, prompt, params) != await prefill.engine.collect(request, prompt):
         raise ValueError("the answer after a handoff differs from that of one server")
-    await decode.engine.collect(*decode.request(1, num=2))  # an idle server does not update its metrics
+    await decode.engine.collect(*decode.request(1, num=2))  # makes the server update its metrics
     moved = await decode.value("nixl_bytes_transferred_sum", lambda value: value > before) - before
     if moved <= 0:
         raise ValueError(f"no KV moved: {decode.engine.url} computed the prompt itself")

@@ -29,7 +29,7 @@ GetJson = Callable[[], Awaitable[Any]]  # sends a request and returns the JSON o
 MAX_LINE_BYTES = 1 << 16
 RESTARTS_PER_MINUTE = 5
 FIRST_DELAY_S = 0.5
-COUNT_S = 0.5  # how long the router may take to report its running requests before it drains
+COUNT_S = 0.5  # maximum wait for the number of running requests, which is logged when the cluster drains
 GRACE_S = 2.0  # how long a process may take to exit after its drain
 BAD_SETTINGS = 2  # the exit status of a process with invalid settings, which is not restarted
 WAITING_S, MAX_WAITING_S = 5.0, 60.0  # time before the first report of late nodes; longest time between reports
@@ -108,7 +108,7 @@ async def report_waiting(
 ) -> None:
     """Report the nodes that are not ready, after `delay_s` and then at doubling intervals, until all are ready.
 
-    `names` are the ids of the nodes. It is empty if the nodes choose their own ids.
+    `names` are the ids of the nodes, or empty if the nodes choose their own ids.
     """
     started = time.monotonic()
     while True:
@@ -138,7 +138,7 @@ async def get_json(client: httpx.AsyncClient, url: str) -> Any:
 
 
 async def until(get: GetJson, is_enough: Callable[[Any], bool]) -> None:
-    """Repeat a request until its answer is not None and `is_enough` returns True for it."""
+    """Repeat a request until it succeeds and `is_enough` accepts its answer."""
     while True:
         answer = await get()
         if answer is not None and is_enough(answer):

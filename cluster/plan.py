@@ -92,7 +92,7 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
     @model_validator(mode="after")
     def _check_node_timeout(self) -> "LocalSettings":
         if self.node_timeout_s <= 2 * self.heartbeat_s:
-            raise ValueError("--node-timeout-s must be over twice --heartbeat-s, or live nodes count as lost")
+            raise ValueError("--node-timeout-s must be over twice --heartbeat-s, otherwise live nodes count as lost")
         return self
 
     @model_validator(mode="after")
@@ -104,13 +104,13 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
             raise ValueError(f"--engines: each server becomes one node with its own settings; leave out {flags}")
         if self.engines and (self.num_nodes()[1] < 1 or self.decode not in {0, self.num_nodes()[1]}):
             raise ValueError(
-                f"--prefill and --decode: must add up to {len(self.engines)}, the number of --engines; the first ones "
-                "are the prefill nodes"
+                f"--prefill and --decode: must add up to {len(self.engines)}, the number of --engines; the first "
+                "engines become the prefill nodes"
             )
         if len(self.steps_sockets) not in {0, len(self.engines)}:
-            raise ValueError("--steps-sockets: must be as many as --engines")
+            raise ValueError("--steps-sockets: give one socket for each of --engines")
         if self.engines and self.ttft_slo_ms and not self.steps_sockets:
-            raise ValueError("--ttft-slo-ms: the time of the first token is predicted only with --steps-sockets")
+            raise ValueError("--ttft-slo-ms: needs --steps-sockets, because TTFT is predicted from the servers' steps")
         return self
 
     @model_validator(mode="after")
@@ -129,10 +129,10 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
             decode = Counter(self.places()[num_prefill:])
             if shared := [device for device, count in decode.items() if count > 1]:
                 raise ValueError(
-                    f"--kv-channel pool: only one decode node per device can share its pool; {shared[0]} has more"
+                    f"--kv-channel pool: only one decode node per device can share its pool; {shared[0]} has several"
                 )
             if alone := [device for device in self.places()[:num_prefill] if device not in decode]:
-                raise ValueError(f"--kv-channel pool: the prefill node on {alone[0]} needs a decode node there")
+                raise ValueError(f"--kv-channel pool: the prefill node on {alone[0]} needs a decode node on {alone[0]}")
         return self
 
     def places(self) -> list[str]:
@@ -165,8 +165,8 @@ class RaySettings(LocalSettings):
     )
     placement: Literal["spread", "label", "gpu"] = setting(
         "spread",
-        "Hosts of the processes: spread: all; label: those with the Ray label baton.role=router, prefill or decode; "
-        "gpu: for each node, one with a free GPU.",
+        "Where processes run: spread: on all hosts; label: on hosts with the Ray label baton.role=router, prefill or "
+        "decode; gpu: each node on a host with a free GPU.",
     )
 
     @model_validator(mode="after")
@@ -189,7 +189,7 @@ class DoctorSettings(LocalSettings):
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process to start. `environment` is added to the variables that it inherits (see `inherited`)."""
+    """A process to start. `environment` is added to the variables that the process inherits (see `inherited`)."""
 
     name: str
     command: tuple[str, ...]
@@ -197,7 +197,7 @@ class Child:
 
 
 def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
-    """Return the processes of the router and the nodes. Nodes share `cores`. `settings` must come from `checked`."""
+    """Return the processes of the router and of the nodes, which share `cores`. `settings` have a `model` directory."""
     sizes = zip(("prefill", "decode"), settings.num_nodes(), strict=True)
     nodes: list[tuple[str, str, dict[str, object]]] = [
         (role, f"{role}-{number}", {}) for role, size in sizes for number in range(size)
@@ -354,8 +354,8 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
 def _free_port(name: str, host: str, port: int) -> int:
     """Return `port`, or any free port if it is 0. Raises ConfigError if `port` is in use.
 
-    If `port` is 0, the first candidates are below the range that the system uses for outgoing connections. Otherwise,
-    an outgoing connection could take the port before the router does.
+    If `port` is 0, first try ports below the range that the system uses for outgoing connections, because an outgoing
+    connection could take a port in that range before the router listens on it.
     """
     if port == 0:
         for candidate in random.sample(range(20_000, 32_000), 20):

@@ -36,8 +36,8 @@ class Supervisor:
     One thread owns the process; Ray calls the methods on another thread. The process dies with the actor.
 
     If the process is a node, it joins all routers of the cluster. The names of the routers' actors begin with the
-    prefix `routers`. A node joins a router at `port` plus the router's `_port_offset`. It reads the routers' addresses
-    from a file. This actor rewrites the file when a router is added or has moved.
+    prefix `routers`. A node joins a router at `port` plus the router's `_port_offset`. The node reads the routers'
+    addresses from a file, which this actor rewrites when a router is added or has moved.
     """
 
     def __init__(self, child: Child, secret: bytes, routers: str, port: int) -> None:
@@ -127,7 +127,7 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(POLL_S)
             if self._routers:
-                with contextlib.suppress(OSError):  # the file is written at the next try
+                with contextlib.suppress(OSError):  # the next iteration writes the file
                     self._find_routers(registry)
 
     def _find_routers(self, registry: Path) -> None:

@@ -36,7 +36,7 @@ NEEDS_CONNECTOR = (
     """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}' """
     "and its decode engines with kv_consumer"
 )
-# Attributes of a node whose engine works only together with another engine, by `EngineFacts.role`.
+# Attributes of a node whose engine can have only one role, keyed by this role (`EngineFacts.role`).
 PAIRED = {"prefill": {"generates": "no"}, "decode": {"computes_prompts": "no"}}
 STEP_TOKENS = 2048  # vLLM's default maximum of tokens in a step, used if the engine does not report its steps
 
@@ -69,7 +69,7 @@ def _start_failed(error: Exception) -> int:
 class ProxyProcess:
     """A proxy node from its start to its exit. Each time the engine comes back, the node joins as a new incarnation.
 
-    `settings` has the role of the next incarnation, because a router may have changed the role that was given.
+    `settings.role` is the role of the next incarnation. It differs from `--role` if a router has changed the role.
     """
 
     settings: ProxySettings
@@ -101,8 +101,8 @@ class ProxyProcess:
     async def _await_engine(self, *, is_first: bool) -> NodeInfo:
         """Wait until the engine answers, and return the description of its node.
 
-        If `is_first` is set, raise ConfigError for an engine that answers but cannot be used. Otherwise, wait for such
-        an engine, because an operator may repair it.
+        If `is_first` is set, raise ConfigError for an engine that answers but cannot be used. Otherwise, wait until an
+        operator has repaired such an engine.
         """
         reported_at, now = 0.0, asyncio.get_running_loop().time
         while True:
@@ -133,7 +133,7 @@ class ProxyProcess:
     def _check(self, facts: EngineFacts) -> None:
         """Refuse an engine that has another role, or whose maximum length is below the router's.
 
-        An engine with a smaller maximum length would silently cut answers.
+        An engine with a smaller maximum length would silently truncate answers.
         """
         role = self.settings.role
         if facts.role not in {"", role}:

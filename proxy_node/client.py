@@ -41,8 +41,8 @@ class EngineFacts:
     cache_dtype: str
     kind: str = "vllm"
     role: str = ""  # "prefill" or "decode" if the server can have only this role; "": any role
-    connector: str | None = None  # "": no connector; None: only a request shows it (see `probe.connector`)
-    resumes: str = ""  # as returned by `probe.resumes`; set if the server alone cannot generate whole answers
+    connector: str | None = None  # "": no connector; None: not reported, so `probe.connector` has to find out
+    resumes: str = ""  # as returned by `probe.resumes`; set only if the server alone cannot generate whole answers
 
     def fingerprint(self, connector: str) -> str:
         """Return a digest that is equal for engines that can exchange KV."""
@@ -65,8 +65,8 @@ class EngineClient:
     def __init__(
         self, url: str, key: str, vocab_size: int, host: str = "", end_tokens: frozenset[int] = frozenset()
     ) -> None:
-        """If `url` has a loopback address, `host` is the address at which other engines reach the server. `end_tokens`
-        are those of the model."""
+        """Set up the client. If `url` has a loopback address, other engines reach the server at the address `host`.
+        `end_tokens` are the end tokens of the model."""
         self.url, self.vocab_size, self.host, self.end_tokens = url, vocab_size, host, end_tokens
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.model = ""
@@ -104,8 +104,7 @@ class EngineClient:
     ) -> tuple[EngineOutput, Params]:
         """Compute the KV of `tokens`. Return the next token, and the parameters with which another engine reads the KV.
 
-        The parameters are None if `keeps` is false or the engine has no connector. Raises ValueError if an engine
-        cannot take the request.
+        The parameters are None if the engine has no connector, or does not keep the KV because `keeps` is false.
         """
         raise NotImplementedError
 
@@ -149,8 +148,8 @@ class EngineClient:
     # ---- calls --------------------------------------------------------------------------------------------------
 
     async def is_gone(self) -> bool | None:
-        """Return whether the server refuses connections or reports a dead engine, or None if it does not say so in
-        time. A slow server is not gone, but its engine may have died."""
+        """Return True if the server refuses connections or reports that its engine is dead, False if it reports that
+        its engine is alive, and None if its answer is late or has another status."""
         try:
             async with asyncio.timeout(HEALTH_S), self._session.get(f"{self.url}/health", allow_redirects=False) as got:
                 return got.status == 503 if got.status in {200, 503} else None
@@ -163,7 +162,7 @@ class EngineClient:
         return (await self.fetch("GET", path, timeout_s=ANSWER_S)).decode("utf-8", "replace")
 
     async def fetch(self, method: str, path: str, timeout_s: float | None = None, **options: Any) -> bytes:
-        """Send a request, and return the answer's body. Raises EngineFailure if it is longer than MAX_ANSWER_BYTES."""
+        """Send a request, and return the answer's body, which has at most MAX_ANSWER_BYTES. Raises EngineFailure."""
         body = b""
         async with self.call(method, path, timeout_s, **options) as answer:
             while more := await answer.content.read(1 << 16):
@@ -219,7 +218,7 @@ def headers_of(submit: SubmitRequest) -> dict[str, str]:
 
 
 async def _words(answer: aiohttp.ClientResponse) -> str:
-    """Return the message of an error in the format of OpenAI's API."""
+    """Return the error message of an answer: from JSON in the format of OpenAI's API, otherwise the answer's text."""
     text = (await answer.content.read(1 << 16)).decode("utf-8", "replace")
     try:
         found = json.loads(text)

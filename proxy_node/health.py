@@ -3,10 +3,10 @@
 A slow engine is not dead: the process that answers `/metrics` and `/health` also serves all streams, and may take
 seconds to answer under load. An engine is lost if its port refuses connections, if it reports that it is unhealthy, or
 if its number of steps has fallen, which shows a restart. It is also lost if it fails one request after another although
-its `/health` reports no problem, as a draining vLLM server does. An engine is stuck if it makes no progress. Each step
-and each event of an answer counts as progress, and so does a change of the engine's load, because vLLM does not count
-the steps that compute a part of a prompt, but reports its load after each of them. While the engine has no requests, an
-answer to `/metrics` counts as progress too.
+its `/health` reports no problem, as a draining vLLM server does. An engine is stuck if it makes no progress. Progress
+is a step, an event of an answer, or a change of the engine's load. The load counts because vLLM reports it after each
+step, but does not count steps that compute only a part of a prompt. While the engine has no requests, an answer to
+`/metrics` counts as progress too.
 """
 
 from collections import deque
@@ -32,8 +32,8 @@ class EngineHealth:
         self.progress_at = now
 
     def scraped(self, now: float, num_steps: float, load: tuple[float, ...], num_requests: int) -> None:
-        """Record an answer to `/metrics`. `load` has the values that the engine sets after each step. `num_requests`
-        counts this process's running requests."""
+        """Record an answer to `/metrics`. `load` contains the metrics that the engine sets after each step, and
+        `num_requests` is the number of requests that this process runs on the engine."""
         if num_steps < self._num_steps:
             self.lost("it was restarted")
         if (num_steps, load) != (self._num_steps, self._load) or not num_requests:

@@ -73,8 +73,8 @@ class ProxyNode:
         self, info: NodeInfo, engine: EngineClient, heartbeat_s: float, stuck_s: float, lease_s: float = 30.0,
         steps: StepSocket | None = None,
     ) -> None:  # fmt: skip
-        """`lease_s` is how long the engine keeps a prompt's blocks for another engine. `steps` receives the steps that
-        the engine reports."""
+        """Set up the node. The engine keeps a prompt's blocks for another engine for `lease_s` seconds. `steps`
+        receives the steps that the engine reports."""
         self.info = info
         self.counters = NodeStats()  # only the handoff fields are used
         self.recorder = StepRecorder()
@@ -153,8 +153,8 @@ class ProxyNode:
             await asyncio.sleep(self._heartbeat_s)
 
     async def _is_lost(self, failure: EngineFailure) -> bool:
-        """Return whether the engine is lost. This is checked before a failure is attributed to a request or a node. If
-        the engine may be dead, let another node retry the request."""
+        """Record a failure, and return whether the engine is lost, which is then the cause of the failure. If this is
+        not known, mark the failure, so that another node retries the request."""
         is_gone = await self._engine.is_gone() if failure.is_suspicious and not failure.is_garbage else False
         failure.retry |= is_gone is None
         if is_gone:
@@ -168,7 +168,7 @@ class ProxyNode:
         return self.lost.done()
 
     def _lose(self, reason: str) -> None:
-        """Report the engine as lost. This ends all requests, and routers retry them as after the loss of a node."""
+        """Report the engine as lost and end all requests, which routers retry as after the loss of a node."""
         if not self.lost.done():
             self.lost.set_result(reason)
             self.sessions.publish_stats(self.stats())
@@ -224,7 +224,8 @@ class ProxyNode:
         if role == info.role:
             return Ack()
         if role not in {"prefill", "decode"} or info.attributes["connector"] != NIXL:
-            return Ack(f"no KV connector for both roles, so it stays a {info.role} node; see docs/engines.md")
+            reason = "its engine has no KV connector that works in both roles; see docs/engines.md"
+            return Ack(f"the node stays a {info.role} node, because {reason}")
         if info.state != "ready" or self.lost.done():
             return Ack("the node is draining")
         self.info = replace(info, state="draining")  # set before the first await, to refuse a concurrent call
@@ -257,7 +258,7 @@ class ProxyNode:
     def submit(self, router: str, submit: SubmitRequest) -> None:
         """Start a router's request, or send the router a rejection."""
         if self.lost.done():
-            return  # the router already knows the reason from the node's state
+            return  # the node's state makes the router retry the request on another node
         try:
             tokens = self._checked(submit)
             if submit.decode_node and self.info.role != "prefill":
@@ -310,7 +311,7 @@ class ProxyNode:
     async def _run(
         self, submit: SubmitRequest, tokens: list[int], outputs: Outputs, handoff: AcceptRequest | None = None
     ) -> None:
-        """Send the tokens of one request to its router. If another engine computed its prompt, `handoff` is given."""
+        """Send the tokens of one request to its router. `handoff` is given if another engine computed the prompt."""
         request, is_first, began = self._requests[submit.id], True, self._now()
         position = len(tokens) - submit.num_prompt
         try:
@@ -379,7 +380,7 @@ class ProxyNode:
         self._end(submit.id, "handed_off")
 
     async def _push(self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any]) -> None:
-        """Let a decode engine wait for the KV of a prompt. Let this node's engine compute the prompt and push the KV.
+        """Let a decode engine wait for the KV of a prompt, which this node's engine computes and pushes.
 
         The decode node sends no token before this node has committed the handoff. If the prefill engine gives up the
         request, the decode engine may generate tokens from incomplete KV; these tokens are then never sent.

@@ -1,5 +1,5 @@
-"""Asks an engine for a few answers before its node joins, to check the protocol and whether answers can be repeated and
-resumed.
+"""Requests a few answers from an engine before its node joins. They show whether the engine follows the protocol, and
+whether it can repeat and resume answers.
 
 When an engine computes logprobs for the first time, it compiles code, which takes up to a minute on a CPU. The probe
 therefore requests logprobs, so that no client has to wait for the compilation.
@@ -37,8 +37,8 @@ async def resumes(engine: EngineClient, known: str = "") -> str:
     """Return the sampling kinds for which the engine resumes answers: "greedy, seeded", "seeded", "greedy" or "none".
 
     To resume an answer means to generate the same remaining tokens, given the prompt and the first tokens. Answers that
-    cannot be repeated count as not resumed. If `known` is given, return `known` without this test, because an engine
-    that works only in a pair cannot generate a whole answer alone.
+    cannot be repeated count as not resumed. If `known` is given, return it without this test, because an engine that
+    works only in a pair cannot generate a whole answer alone.
 
     Raises ConfigError if the engine cannot serve as a node, and EngineFailure if it fails.
     """
@@ -48,7 +48,7 @@ async def resumes(engine: EngineClient, known: str = "") -> str:
     except EngineFailure as failure:
         if failure.status != 400:
             raise
-        text = f"its vocabulary is not that of --model, of {engine.vocab_size} tokens"
+        text = f"its vocabulary is not that of --model, which has {engine.vocab_size} tokens"
         raise ConfigError(f"--engine {engine.url}: {text} (it says: {failure})") from None
     if known:
         return known
@@ -73,6 +73,6 @@ async def connector(engine: EngineClient) -> str:
     except EngineFailure as failure:
         if not failure.is_garbage:
             raise
-        text = f"its KV connector is not NixlConnector in the mode pull ({failure})"
+        text = f"its KV connector is not NixlConnector in the transfer mode pull ({failure})"
         raise ConfigError(f"--engine {engine.url}: {text}; start it with another --kv-transfer-config") from None
     return NIXL if params is not None else ""

@@ -14,8 +14,8 @@ from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
 
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 BLOCK_TOKENS = 16  # size of the blocks in the router's index; the server itself caches single tokens or pages
-# With these parameters, which the server's own health check uses, a server with a disaggregation mode neither waits for
-# KV nor sends any. The tokens that a decode server then generates are meaningless.
+# The server's own health check uses these parameters. With them, a server with a disaggregation mode neither waits for
+# KV nor sends any, and the tokens that a decode server generates are meaningless.
 ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 METRICS = {
     "num_running_reqs": "num_requests_running",
@@ -165,8 +165,8 @@ class GenerateReader(EventReader):
             output.finish = finish["type"]
 
     def _logprobs(self, tokens: list[int], rows: list[Any], tops: list[Any]) -> list[Logprobs]:
-        """Return the logprobs of `tokens`. `rows` has [logprob, id, text] for each token, and `tops` has a list of such
-        rows for the likeliest tokens of each position."""
+        """Return the logprobs of `tokens`. For each token, `rows` has a row [logprob, id, text], and `tops` has the
+        rows of the likeliest tokens at this position."""
         tops = tops[-len(tokens) :] or [[]] * len(tokens)
         return [
             likeliest(token, float(row[0]), {int(each[1]): float(each[0]) for each in top or []}, self.num_logprobs)

@@ -9,8 +9,8 @@ from proxy_node.wire import EngineMetrics, EngineOutput, EventReader, completion
 from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest, unpack_ids
 
-# Limits of vLLM's model runner V2, whose engine dies if a request exceeds them. With `min_tokens`, it takes 128 stop
-# tokens. vLLM adds the model's end tokens to those of the request, and the tokenizer's end token, which may be another.
+# Limits of vLLM's model runner V2: a request that exceeds them kills the engine. With `min_tokens`, it takes 128 stop
+# tokens, including the model's end tokens and the tokenizer's end token, for which one of the 128 is reserved here.
 MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS = 1024, 127
 
 
@@ -27,13 +27,14 @@ class VllmEngine(EngineClient):
             version = str(json.loads(await self.get("/version"))["version"])
         metrics = await self.metrics()
         if metrics.num_engines > 1:
-            raise ConfigError(f"--engine {self.url}: has {metrics.num_engines} data-parallel engines; start one each")
+            text = f"has {metrics.num_engines} data-parallel engines; start one server for each engine"
+            raise ConfigError(f"--engine {self.url}: {text}")
         try:
             cache = metrics.cache
             block_tokens, num_blocks = int(cache["block_size"]), int(cache["num_gpu_blocks"])
             if block_tokens < 1 or num_blocks < 1:
                 raise ValueError("there is no KV cache")
-            # With several KV groups or context parallelism, a token needs more or less than its share of one block.
+            # With several KV groups or context parallelism, a block does not hold `block_size` tokens.
             if (num_tokens := cache.get("kv_cache_size_tokens", "")).isdigit():
                 num_blocks = int(num_tokens) // block_tokens + 1
             size = cache.get("kv_cache_memory_bytes", "")

@@ -33,7 +33,7 @@ class EngineFailure(Exception):
     retry: bool = True  # whether another node may succeed
     is_suspicious: bool = False  # whether the engine may be gone
     is_garbage: bool = False  # whether the engine's answer violates the protocol
-    is_refusal: bool = False  # whether the engine refused or gave up a valid request, but not because of its load
+    is_refusal: bool = False  # whether the engine refused or gave up a valid request for a reason other than load
     status: int = 0  # the HTTP status if the engine refused the request
 
     def __str__(self) -> str:
@@ -90,8 +90,8 @@ def completion_body(
 
 
 def cache_salt(submit: SubmitRequest) -> str:
-    """Return the salt under which the engine caches the request's prefixes, in hex digits. Requests with equal salts
-    share prefixes."""
+    """Return, in hex digits, the salt with which the engine caches the request's prefixes. Requests share cached
+    prefixes only if their salts are equal."""
     return (submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode()).hex()
 
 
@@ -200,12 +200,13 @@ def likeliest(token: int, logprob: float, top: dict[int, float], num_top: int) -
 class EngineMetrics:
     """The contents of `/metrics`."""
 
-    values: dict[str, float]  # by name without a prefix such as "vllm:"; a label `source` follows, as in NAME:SOURCE
+    values: dict[str, float]  # keyed by the name without "vllm:", or by NAME:SOURCE if there is a label `source`
     cache: dict[str, str]  # the labels of `cache_config_info`
     num_engines: int  # number of data-parallel engines of the server
 
 
 def read_metrics(text: str, prefix: str = "vllm") -> EngineMetrics:
+    """Parse the text of `/metrics`. Add up the series of each metric, separately for each value of a label `source`."""
     values: dict[str, float] = {}
     cache: dict[str, str] = {}
     engines: set[str] = set()

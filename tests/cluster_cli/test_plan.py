@@ -193,11 +193,11 @@ def test_nodes_take_the_devices_in_turn_and_share_the_memory_of_one(
         ({"devices": "cuda:0,cuda:1,cuda:2"}, "there are only 2 nodes; name fewer GPUs"),
         (
             {"kv_channel": "pool", "decode": 2},
-            "--kv-channel pool: only one decode node per device can share its pool; auto has more",
+            "--kv-channel pool: only one decode node per device can share its pool; auto has several",
         ),
         (
             {"kv_channel": "pool", "devices": "cuda:0,cuda:1"},
-            "--kv-channel pool: the prefill node on cuda:0 needs a decode node there",
+            "--kv-channel pool: the prefill node on cuda:0 needs a decode node on cuda:0",
         ),
     ],
 )

@@ -166,7 +166,7 @@ async def test_another_vocabulary_is_refused() -> None:
     async with engine_at("") as (engine, _):
         engine.vocab_size = VOCABULARY + 1
         await engine.describe()
-        with pytest.raises(ConfigError, match="vocabulary is not that of --model, of 2049 tokens"):
+        with pytest.raises(ConfigError, match="vocabulary is not that of --model, which has 2049 tokens"):
             await resumes(engine)
 
 

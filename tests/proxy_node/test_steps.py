@@ -161,8 +161,8 @@ def test_the_router_predicts_and_shows_the_steps_of_engines(tmp_path: Path) -> N
 
 def test_a_prediction_needs_the_steps_of_all_engines() -> None:
     given: dict[str, Any] = {"engines": "http://a:1,http://b:1", "model": "m"}
-    with pytest.raises(ValueError, match="only with --steps-sockets"):
+    with pytest.raises(ValueError, match="needs --steps-sockets"):
         LocalSettings(**given, ttft_slo_ms=500)
-    with pytest.raises(ValueError, match="as many as --engines"):
+    with pytest.raises(ValueError, match="one socket for each"):
         LocalSettings(**given, steps_sockets="/a")
     assert LocalSettings(**given, ttft_slo_ms=500, steps_sockets="/a,/b").steps_sockets == ("/a", "/b")

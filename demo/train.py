@@ -6,7 +6,7 @@
     python demo/train.py --texts … --kind hybrid --out demo/hybrid --phases 256:1000 2048:20
 
 `--kind dense`, the default, is a small Llama, `hybrid` a small Qwen3.5 (gated DeltaNet and attention), and `moe` a
-small Qwen3-MoE (experts). An interrupted training continues from `checkpoint.safetensors` in the output's directory.
+small Qwen3-MoE (experts). An interrupted training continues from `checkpoint.safetensors` in the directory `--out`.
 
 Any UTF-8 text files work. The last twentieth of every file is held out for evaluation. Training begins with short
 sequences, which are cheap and reduce the loss most. Longer sequences, up to the whole context, then train the later
@@ -220,9 +220,9 @@ def write_model(model: PreTrainedModel, tokenizer: Tokenizer, record: dict[str, 
 
 
 def golden_cases(directory: Path, tokenizer: Tokenizer, texts: list[str]) -> list[dict[str, object]]:
-    """Return the greedy answers that transformers gives, in float32, to the beginnings of some texts.
+    """Return the greedy answers of transformers, computed in float32, to the beginnings of some texts.
 
-    `min_gap` is the difference between the two largest logits in the step where this difference is smallest.
+    `min_gap` is the smallest difference, over the steps of an answer, between the two largest logits of a step.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     cases: list[dict[str, object]] = []

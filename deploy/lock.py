@@ -1,7 +1,7 @@
-"""Print the requirements that `make lock` pins: those of Baton, the picker, the build and torch.
+"""Print the packages that `make lock` pins: the requirements of Baton, of the picker, of the build and of torch.
 
-torch itself and the CUDA libraries are left out. The CPU and CUDA builds of torch have equal versions but different
-hashes, and only the CUDA build needs the CUDA libraries.
+torch itself and the CUDA libraries are left out: torch's CPU and CUDA builds have equal versions but different hashes,
+and only the CUDA build needs the CUDA libraries.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Write the simulator's page as one HTML file that needs no server: `make playground`.
 
-The file has Pyodide (MPL-2.0), which runs the simulator's Python in a worker of the browser. Pyodide is fetched from
-npm, and its hash is checked.
+The file contains Pyodide (MPL-2.0), which runs the simulator's Python in a web worker. Pyodide is fetched from npm, and
+its hash is checked.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def pyodide(folder: Path) -> dict[str, bytes]:
 
 def code() -> bytes:
     """Return a zip file that contains the modules that the simulator imports and the cost files."""
-    command = [sys.executable, "-S", "-c", LIST]  # -S: without other packages, which a browser does not have either
+    command = [sys.executable, "-S", "-c", LIST]  # -S: without installed packages, because the browser has none
     listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
     paths = sorted(path for path in map(Path, json.loads(listed)) if path.is_relative_to(ROOT))
     packed = io.BytesIO()
@@ -95,7 +95,7 @@ def _data(text: str) -> str:
 
 
 def build(folder: Path) -> str:
-    """Return the page."""
+    """Return the page, which contains the files of Pyodide and the simulator's code in script elements."""
     parts = pyodide(folder) | {"code": code(), "worker": _own("playground_worker.js").encode()}
     scripts = [
         f'<script type="application/octet-stream" id="part-{html.escape(name)}">'

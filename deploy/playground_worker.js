@@ -16,10 +16,10 @@ def answer(query):
 
 answer
 `;
-// Pyodide refuses classic workers, but from a file:// page Chromium starts no others. Only imports need importScripts.
+// Pyodide refuses classic workers, which it recognizes by importScripts, but Chromium starts no others from file:// pages.
 globalThis.importScripts = undefined;
 
-const SLICE_MS = 40; // between looks for a newer query
+const SLICE_MS = 40; // time between two checks for a newer query
 let python = null, newest = 0;
 
 async function load({ loader, module, wasm, library, lock, code }) {

@@ -256,12 +256,12 @@ def checked(settings: LocalSettings) -> LocalSettings:
         _check_nodes(settings)
     update: dict[str, object] = {
         "more_models": tuple(_checked_model(text, settings) for text in settings.more_models),
-        "port": _free_port("port", settings.host, settings.port),
     }
+    update["port"] = port = _free_port("port", settings.host, settings.port, settings.registry_port)
     if not settings.registry:
-        update["registry_port"] = _free_port("registry_port", settings.registry_host, settings.registry_port)
-        if update["registry_port"] == update["port"]:
-            raise ConfigError(f"--registry-port {update['port']}: is also the --port")
+        update["registry_port"] = _free_port("registry_port", settings.registry_host, settings.registry_port, port)
+        if update["registry_port"] == port:
+            raise ConfigError(f"--registry-port {port}: is also the --port")
     return settings.model_copy(update=update)
 
 
@@ -351,14 +351,14 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONPATH": python_path(kept)}
 
 
-def _free_port(name: str, host: str, port: int) -> int:
-    """Return `port`, or any free port if it is 0. Raises ConfigError if `port` is in use.
+def _free_port(name: str, host: str, port: int, taken: int = 0) -> int:
+    """Return `port` or, if it is 0, any free port except `taken`. Raises ConfigError if `port` is in use.
 
     If `port` is 0, first try ports below the range that the system uses for outgoing connections, because an outgoing
     connection could take a port in that range before the router listens on it.
     """
     if port == 0:
-        for candidate in random.sample(range(20_000, 32_000), 20):
+        for candidate in random.sample([each for each in range(20_000, 32_000) if each != taken], 20):
             with suppress(ConfigError):
                 return _free_port(name, host, candidate)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -71,17 +71,15 @@ def swept() -> dict[str, object]:
 
 
 def show_models(model: str, *, as_markdown: bool) -> int:
-    """Print the list of models or, if `model` is given, the memory that it takes with the default settings on a CPU.
+    """Print the list of models or, if `model` is given, the memory that this model takes on a CPU by default.
 
     Return the exit status.
     """
     if not model:
         width = max(len(names) for names, _ in NAMES.values())
         plain = "\n".join(f"{names:{width}}  {', '.join(parts)}".rstrip() for names, parts in NAMES.values())
-        if as_markdown:
-            print(markdown(), end="")
-            return 0
-        print(f"{plain}\n\nOther decoders run through transformers (--model-impl).")
+        plain += "\n\nOther decoders run through transformers (--model-impl).\n"
+        print(markdown() if as_markdown else plain, end="")
         return 0
     options = BuildOptions(model)
     try:

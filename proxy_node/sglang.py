@@ -51,7 +51,8 @@ class SglangEngine(EngineClient):
             block_tokens = max(BLOCK_TOKENS, int(info["page_size"]))
             num_blocks, version = int(info["max_total_num_tokens"]) // block_tokens, str(info["version"])
         dtype = str(info.get("kv_cache_dtype", ""))
-        facts = EngineFacts(self.model, version, max_model_len, block_tokens, num_blocks, 1, dtype, "sglang", "", "")
+        sizes = max_model_len, block_tokens, num_blocks, 1
+        facts = EngineFacts(self.model, version, *sizes, dtype, kind="sglang", connector="")
         self.probe_params = self.bootstrap = None  # the server may have been restarted without its mode
         if (mode := info.get("disaggregation_mode") or "null") == "null":
             return facts

@@ -36,7 +36,7 @@ PROCESSES: dict[str, tuple[type[Settings], str]] = {
     "decode": (NodeSettings, "Run one decode node."),
     "proxy": (ProxySettings, "Run one node whose engine is a running vLLM or SGLang server."),
     "picker": (PickerSettings, "Run an endpoint picker, which chooses routers for an Envoy gateway."),
-    "doctor": (DoctorSettings, "Check that modes and KV channels give the same tokens, or check a running cluster."),
+    "doctor": (DoctorSettings, "Check that all modes and KV channels give equal tokens, or check a running cluster."),
 }
 LOCAL_URL = "http://127.0.0.1:8000"
 
@@ -71,7 +71,7 @@ def _app() -> typer.Typer:
     app.command("compare", help="Compare deployments under the same traffic: which one keeps the SLO best, and why.")(
         compare
     )
-    app.command("plan", help="Find, by simulation, the split of GPUs that carries the most traffic within an SLO.")(
+    app.command("plan", help="Simulate which numbers of prefill and decode nodes carry the most traffic in an SLO.")(
         plan
     )
     app.command("profile", help="Measure the step times of a model on a device, and write a cost file for baton plan.")(

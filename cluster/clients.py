@@ -261,9 +261,9 @@ def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
 
 
 def run_chat(url: str, api_key: str, system: str, **options: float | None) -> int:
-    """Send each line of standard input as a prompt. Return 1 if a prompt from a pipe got no answer, else 0.
+    """Send each line of standard input as a prompt. If it is a pipe, return 1 if a prompt got no answer, else return 0.
 
-    `options` are added to each request as fields. If an answer fails or is stopped, the conversation does not keep its
+    Each request gets the fields `options`. If an answer fails or is stopped, the conversation continues without its
     question.
     """
     is_terminal = sys.stdin.isatty()

@@ -254,7 +254,7 @@ def _channels(status: Document) -> str:
     ]
     if slower:
         raise CheckWarning(f"nodes used a slower channel: {', '.join(slower)} (in use: {used}); their logs say why")
-    return used or "none was needed yet"
+    return used or "no KV has been sent yet"
 
 
 def _clocks(status: Document) -> str:

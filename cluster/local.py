@@ -194,7 +194,8 @@ class LocalCluster:
     async def run(self) -> int:
         """Run the processes until they have all ended, and return the exit status.
 
-        The exit status is 0 after one signal. After a second signal, it is 128 plus the number of the second signal.
+        The exit status is 0 after one signal, and 128 plus the number of the second signal after two signals. If a
+        process ends the cluster, it is the exit status of this process, or 1 if a signal ended this process.
         """
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -324,7 +325,7 @@ class LocalCluster:
 
 
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Yield the lines of a stream without their line ends. Yield very long lines in parts."""
+    """Yield the lines of a stream, without the line breaks. Yield a line over MAX_LINE_BYTES in parts."""
     line = b"\n"
     while line:
         try:

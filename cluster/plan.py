@@ -55,7 +55,7 @@ def parse_devices(value: str | Iterable[str]) -> tuple[str, ...]:
         if not re.fullmatch(r"cuda:(0|[1-9]\d?)", name, re.ASCII):
             raise ValueError(f"{name!r} is not a GPU: must be a list such as cuda:0,cuda:1")
     if len(set(names)) < len(names):
-        raise ValueError("must name each GPU once; if there are more nodes than GPUs, they share GPUs")
+        raise ValueError("must name each GPU once; if there are more nodes than GPUs, nodes share GPUs")
     return tuple(names)
 
 
@@ -238,7 +238,8 @@ def _proxy(settings: LocalSettings, role: str, name: str, registry: str, of_engi
 
 
 def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
-    """Divide all cores among the nodes in groups of adjacent cores. With fewer cores than nodes, do not pin nodes."""
+    """Divide all cores into groups of adjacent cores, one for each node. If there are fewer cores than nodes, return
+    empty groups, so that nodes are not pinned."""
     if len(cores) < num_nodes:
         return [()] * num_nodes
     ends = [len(cores) * number // num_nodes for number in range(num_nodes + 1)]

@@ -143,7 +143,7 @@ class ProxyProcess:
             )
         if facts.max_model_len < self.max_model_len:
             raise ConfigError(
-                f"--engine {self.engine.url}: its maximum length is {facts.max_model_len} tokens, and that of --model "
+                f"--engine {self.engine.url}: its maximum length is {facts.max_model_len} tokens, but --model allows "
                 f"{self.max_model_len}: start it with a larger --max-model-len, or the router and this proxy with "
                 f"--max-model-len {facts.max_model_len}"
             )

@@ -71,7 +71,7 @@ def _app() -> typer.Typer:
     app.command("compare", help="Compare deployments under the same traffic: which one keeps the SLO best, and why.")(
         compare
     )
-    app.command("plan", help="Simulate which numbers of prefill and decode nodes carry the most traffic in an SLO.")(
+    app.command("plan", help="Find, by simulation, the cluster of N GPUs that carries the most traffic within an SLO.")(
         plan
     )
     app.command("profile", help="Measure the step times of a model on a device, and write a cost file for baton plan.")(

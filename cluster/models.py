@@ -16,7 +16,7 @@ NUMBER = re.compile(r"\d[\d.e+-]*")
 HEAD = ("models", "architecture", "layers contain")
 NOTES = """Tests compare each family with transformers. If Baton computes prompts in chunks of random sizes, its logits
 differ from those of transformers by at most 10⁻⁴ (with recurrent layers: 4 · 10⁻⁴). Whole clusters generate the same
-tokens as transformers, with and without prefill nodes, over each KV channel and with preemption. Checkpoints may be
+tokens as transformers, with and without prefill nodes, over each KV channel, and with preemption. Checkpoints may be
 [quantized](operations.md#quantized-checkpoints). Baton also reads GGUF files of Llama, Mistral, Qwen2 and Qwen3. For
 GPUs (experimental), Baton has Triton kernels for all of these layers.
 
@@ -25,14 +25,14 @@ decoder, the node compares its logits with those of transformers' own attention,
 differ too much; see [operations](operations.md#models-without-a-native-family). The flag `--model-impl` selects Baton's
 implementation or the modules of transformers.
 
-`python -m tests.sweep` runs a tiny random model of each class of transformers {version} that predicts text, with the
+For each class of transformers {version} that predicts text, `python -m tests.sweep` runs a tiny random model with the
 modules of transformers over Baton's KV pool. The answers of {passed} of {all} classes were equal to the answers of
 transformers:
 
 {passes}
 
-Baton refuses the other classes when it loads their models. The reasons are quoted from the error messages, with `…` in
-place of numbers. In a reason, "it" and "its" refer to the model:
+Baton refuses to load models of the other classes. The reasons are quoted from the error messages, with `…` in place of
+numbers. In a reason, "it" and "its" refer to the model:
 
 {refused}"""
 

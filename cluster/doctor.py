@@ -185,9 +185,7 @@ async def _running(settings: DoctorSettings) -> AsyncIterator[Finding]:
     async def connect() -> str:
         await endpoint.connect()
         if not endpoint.is_baton:
-            raise EndpointError(
-                f"{settings.url} is not a router, or it has an --admin-port, or it needs an admin's key (--api-key)"
-            )
+            raise EndpointError(f"{settings.url} is not a router, has an --admin-port, or needs an admin's --api-key")
         status.update(await endpoint.status())
         return f"{endpoint.model} at {settings.url}"
 
@@ -232,9 +230,8 @@ def _fingerprints(status: Document) -> str:
     expected = max(sorted(set(prints)), key=prints.count, default="")
     if others := [f"{node['id']}: {node['fingerprint']}" for node in nodes if node["fingerprint"] != expected]:
         raise CheckWarning(
-            f"{'; '.join(others)}; the other nodes have {expected}; nodes with different fingerprints do not exchange "
-            "KV: unless you are changing the model or Baton, give all nodes the same model, --model-impl, dtype and "
-            "block size"
+            f"{'; '.join(others)}; the other nodes have {expected} and do not exchange KV with these nodes; unless you "
+            "are changing the model or Baton, give all nodes the same model, --model-impl, dtype and block size"
         )
     return f"all {expected}"
 

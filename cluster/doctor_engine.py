@@ -32,10 +32,7 @@ TEXTS = (
 
 @asynccontextmanager
 async def engine_checks(settings: DoctorSettings) -> AsyncIterator[list[tuple[str, Check]]]:
-    """Provide the checks of `--engine` and, if given, `--peer`, each with its name.
-
-    Raises ValueError or OSError if a file of the model or the key cannot be read.
-    """
+    """Provide the checks of `--engine` and `--peer`, each with its name. Raises ValueError or OSError for bad files."""
     directory = resolve(settings.model) if settings.model else DEMO_MODEL
     max_len, vocab_size = read_limits(directory)
     key = read_key(settings.engine_api_key_file)

@@ -238,8 +238,7 @@ def _proxy(settings: LocalSettings, role: str, name: str, registry: str, of_engi
 
 
 def share_out(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
-    """Divide all cores into groups of adjacent cores, one for each node. If there are fewer cores than nodes, return
-    empty groups, so that nodes are not pinned."""
+    """Return a group of adjacent cores for each node, or empty groups if there are fewer cores than nodes."""
     if len(cores) < num_nodes:
         return [()] * num_nodes
     ends = [len(cores) * number // num_nodes for number in range(num_nodes + 1)]

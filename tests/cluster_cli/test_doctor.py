@@ -48,7 +48,7 @@ async def test_a_healthy_cluster_gets_a_line_for_each_check() -> None:
             "fingerprints",
             "warning",
             {"fingerprint": "bb"},
-            "decode-1: bb; the other nodes have aa; nodes with different fingerprints do",
+            "decode-1: bb; the other nodes have aa and do not exchange KV",
         ),
         ("blocks", "failed", {"blocks": NODE["blocks"] | {"free": 49}}, "do not add up to the total"),
         ("channels", "warning", {"channel_fallbacks": 2}, "nodes used a slower channel: decode-1 2 times"),

@@ -13,7 +13,7 @@ from shared.api_client import bearer, verification
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
 # A stack counts as idle after this many consecutive polls without a new step: 1.6 s. A shorter time could miss steps,
-# because nodes report only twice a second, and the proxy of a vLLM server reads its counters only twice a second.
+# because nodes report, and proxies read the counters of vLLM servers, at most twice a second.
 IDLE_POLLS = 8
 SUMMARIES = 4000  # a router keeps at most this many summaries
 

@@ -27,8 +27,8 @@ class NodeLoad:
     """The work that this router has sent to a node, and the speed that the node reports.
 
     Each `NodeConnection` owns a `NodeLoad`. Attempts change the counters; placement reads them through `view`. The
-    counters are more recent than the node's own reports, which arrive twice a second. `clock` is the monotonic clock in
-    seconds.
+    counters are more recent than the node's own reports, of which at most two arrive in a second. `clock` is the
+    monotonic clock in seconds.
     """
 
     clock: Callable[[], float]

@@ -51,7 +51,7 @@ def timed(client: httpx.Client, prompt: list[int]) -> dict[str, float]:
     deadline = time.monotonic() + TIMELINE_S
     while not (timeline := client.get(f"/v1/requests/{identity}/timeline").json()).get("phases_ms"):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"request {identity} has no phases after {TIMELINE_S} s")
+            raise TimeoutError(f"the timeline of request {identity} still has no phases after a wait of {TIMELINE_S} s")
         time.sleep(0.1)
     prefill_ms, exposed_ms = (timeline["phases_ms"][phase] for phase in ("prefill", "transfer_exposed"))
     # More than one attempt means that a node was lost, and that the TTFT includes the retry.

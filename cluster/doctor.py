@@ -348,7 +348,7 @@ def handed_off(status: Document, channel: str, count: int) -> str:
     used = {name for node in status["nodes"] for name in node["channels"].values()}
     if status["handoffs"] < count or used != {channel}:
         raise ValueError(
-            f"{status['handoffs']} of {count} prompts were handed off, over {', '.join(used) or 'nothing'}: try "
+            f"{status['handoffs']} of {count} prompts were handed off; channels used: {', '.join(used) or 'none'}. Try "
             f"`baton up --kv-channel {channel}`, and look at the prefill node's log"
         )
     return f"{count} prompts handed off, {size_text(status['bytes_moved'])} moved"

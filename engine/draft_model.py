@@ -32,8 +32,8 @@ class DraftedRequest:
 class DraftModel(TimedDrafter):
     """A draft model, on the engine's thread.
 
-    The draft model's KV is in a separate pool. A block's row in this pool has the same number as the block's first row
-    in the target's first group. The rows are therefore not allocated separately: the draft model's KV lives as long as
+    The draft model's KV is in a separate pool, with one row per block. The number of this row is that of the block's
+    first row in the target's pool. Rows are therefore not allocated separately: the draft model's KV lives as long as
     the target's KV, and is reused with the target's cached prefixes. The draft model's KV is not sent in a handoff. The
     node that receives a request computes this KV from the text, at most `CATCH_UP` tokens in a step, and guesses no
     tokens while more than `CATCH_UP` tokens are missing."""

@@ -5,7 +5,7 @@ without guesses, at any temperature. (Rejection sampling would preserve only the
 
 A runner computes a slice with k guesses as a slice of the tokens before the guesses, and k decodes at the following
 positions. It reads their tokens from a list that contains the guesses (`Slice.row`). Attention at a position also reads
-the KV that the same step stored at earlier positions. Recurrent layers compute all of these tokens as one slice.
+the KV that the same step stored at earlier positions. Recurrent layers compute the slice and its guesses as one slice.
 """
 
 from collections.abc import Iterator, Sequence

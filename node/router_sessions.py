@@ -192,7 +192,7 @@ class RouterSessions:
         return False
 
     def publish_stats(self, stats: NodeStats) -> None:
-        """Send the stats to every router. If the load is unchanged, see REPORT_EVERY."""
+        """Send the stats to every router. While the load is unchanged, send only every REPORT_EVERY-th call's stats."""
         load = _load(stats)
         self._num_unchanged = self._num_unchanged + 1 if load == self._load else 0
         self._load = load

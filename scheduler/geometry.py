@@ -31,7 +31,8 @@ UNIFORM = (Group("full"),)
 
 
 class RowPlace(NamedTuple):
-    """A row of a request's data: row `row` of block `block` in group `group`. For a row of the state, `block` is 0."""
+    """The place of a pool row in a request's data. `block` is the index of the block in the request, or 0 for a state.
+    `row` is the index of the row in this block, which has several rows in some groups."""
 
     group: int
     block: int

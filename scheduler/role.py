@@ -1,4 +1,4 @@
-"""The roles of nodes. A node's role determines after which token a request ends on the node."""
+"""The roles of nodes. A prefill node is done with a request after its first token, a decode node after the last."""
 
 from dataclasses import dataclass
 from typing import Literal

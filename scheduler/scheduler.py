@@ -157,7 +157,7 @@ class Scheduler:
         self._wait(request)
 
     def cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request, which may not have been added yet, are in the prefix cache now."""
+        """Return how many of a request's tokens are in the prefix cache now. The request need not have been added."""
         extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
         return self._cached_prefix(request)[0] * self.block_tokens
 

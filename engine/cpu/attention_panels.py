@@ -213,8 +213,8 @@ def listed_times(
 def add_times_listed(
     a: int, a_stride: int, a_step: int, b: int, b_from: int, c: int, c_stride: int, rows: int, depth: int, columns: int
 ) -> None:
-    """Compute c [rows, columns] += a [rows, depth] b [depth, columns]. The matrix b is given as a list of the addresses
-    of its rows. Adjacent elements of a row of a are `a_step` bytes apart."""
+    """Compute c [rows, columns] += a [rows, depth] b [depth, columns]. The matrix `b` is given as a list of its rows'
+    addresses. In a row of the matrix `a`, adjacent elements are `a_step` bytes apart."""
     wide = 4 * LANES * PANEL_VECTORS
     column = 0
     while column < 4 * columns:

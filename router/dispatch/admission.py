@@ -76,8 +76,8 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return how many tokens of this level are served until a new request of the tenant has been served, if the
-        tenants take turns. The result includes the `cost` of the new request."""
+        """Return how many tokens of this level are served before a new request of the tenant ends, if the tenants take
+        turns. The result includes the `cost` of the new request."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 

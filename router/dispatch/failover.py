@@ -74,9 +74,9 @@ class Failover:
     def _assign_fault(self, attempt: Attempt, failure: AttemptFailed, decode_nodes: Iterable[str]) -> None:
         """Decide which nodes the sample avoids after a failure.
 
-        A lost node is at fault. If both nodes of a failed handoff are alive, avoid the decode node first, because the
-        prefill node can send the same blocks to another decode node. Avoid the prefill node too if its handoff fails
-        again, or if there is no other decode node.
+        If a node was lost, avoid only this node. If both nodes of a failed handoff are alive, avoid the decode node
+        first, because the prefill node can send the same blocks to another decode node. Avoid the prefill node too if
+        its handoff fails again, or if there is no other decode node.
         """
         prefill, decode = attempt.prefill, attempt.decode
         self.prefix_node = ""

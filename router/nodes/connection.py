@@ -71,7 +71,7 @@ class NodeConnection:
         self.is_alive = False
         self.alive_since = 0.0
         self.ramp_until = 0.0  # until this time, the node gets less than its share of requests
-        # Whether the node is stuck, or its stream broke although the node still answered and was not leaving.
+        # True if the node is stuck, or if its stream broke while the node was still answering and not leaving.
         self.has_crashed = False
         self.is_listed = True  # whether the registry lists the node
         self.router_is_closing = False

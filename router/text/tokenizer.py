@@ -147,8 +147,8 @@ class Tokenizer:
         return ids
 
     def _mark_images(self, text: str, offsets: list[int], markers: tuple[int, int, int]) -> tuple[str, list[int]]:
-        """Add an image token and the end marker after each image's begin marker in `text`, the template's output, and
-        blank lines around the three, as Gemma 3's processor does. Return the new text, and `offsets` adjusted to it."""
+        """After each image's begin marker in `text`, insert an image token and the end marker. Put blank lines before
+        and after these three, as Gemma 3's processor does. Return the new text, and `offsets` adjusted to it."""
         start, token, end = map(self.token_name, markers)
         whole, names = f"\n\n{start}{token}{end}\n\n", set(offsets)
         places = [found.start() for found in re.finditer(re.escape(start), text) if found.start() not in names]

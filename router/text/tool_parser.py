@@ -667,6 +667,6 @@ def template_id(form: str, given: str, number: int, name: str) -> str:
 
 
 def next_number(ids: Sequence[str]) -> int:
-    """Return the number of the next call in a conversation whose calls have these ids. The number is higher than that
-    of every id in Kimi's form, even if the client has omitted earlier messages."""
+    """Return the sequence number for the next call in a conversation. `ids` are the ids of its calls so far. The number
+    is higher than that of every id in Kimi's form, even if the client has omitted earlier messages."""
     return max([len(ids), *(int(found[1]) + 1 for each in ids if (found := KIMI_ID.fullmatch(each)))])

@@ -87,7 +87,7 @@ def test_a_channel_that_was_not_used_fails() -> None:
     status = {"handoffs": 5, "bytes_moved": 4096, "nodes": [PREFILL, NODE]}
     assert handed_off(status, "shm", 5) == "5 prompts handed off, 4.0 KiB moved"
     for wrong in ({"handoffs": 4}, {"nodes": [NODE]}, {"nodes": [PREFILL | {"channels": {"a": "shm", "b": "tcp"}}]}):
-        with pytest.raises(ValueError, match="were handed off, over"):
+        with pytest.raises(ValueError, match="were handed off; channels used"):
             handed_off(status | wrong, "shm", 5)
 
 

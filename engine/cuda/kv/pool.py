@@ -167,7 +167,7 @@ class PoolClient:
         return b""
 
     def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
-        raise ValueError("the client of a shared pool receives no KV")
+        raise ValueError("this process only maps the KV pool of another process: reserve at its owner")
 
     def revoke(self, reservation_id: bytes) -> None:
         """Do nothing: a client has no reservations."""

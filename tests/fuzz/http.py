@@ -110,6 +110,9 @@ class FakeTransport(asyncio.Transport):
 
     resume_reading = write_eof = pause_reading
 
+    def can_write_eof(self) -> bool:
+        return True
+
 
 async def _echo(scope: Any, receive: Any, send: Any) -> None:
     while (await receive()).get("more_body"):

@@ -83,4 +83,4 @@ def call_grammar(body: ChatBody, tokenizer: Tokenizer, checker: GrammarChecker) 
     try:
         return write(tokenizer, tools, is_single=is_single(body))
     except ToolGrammarError as error:
-        raise RequestError(f"The parameters {error}.", "tools", "invalid_grammar") from None
+        raise RequestError(f"The parameters {error.reason}.", "tools", "invalid_grammar") from None

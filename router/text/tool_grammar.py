@@ -24,8 +24,12 @@ MAX_CHARACTERS = 1 << 20  # maximum size of the rules for parameters, which may 
 
 
 class ToolGrammarError(Exception):
-    """A schema cannot be enforced in the syntax of the model. The message completes a sentence that begins with "The
+    """A schema cannot be enforced in the syntax of the model. `reason` completes a sentence that begins with "The
     parameters"."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
     not allow such a grammar."""
     syntax = tokenizer.syntax.tools
     if syntax is None or syntax.form is None:
-        raise ToolGrammarError("cannot be enforced in this model's syntax, unless `tool_choice` requires a call")
+        raise ToolGrammarError("cannot be enforced for calls that the model may omit, in the syntax of this model")
     rules = _Rules(tokenizer, syntax, tools)
     lead, calls = rules.text(rules.lead), rules.calls(is_single)
     if tokenizer.syntax.is_harmony:
@@ -71,7 +75,7 @@ def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
 
 
 class _Rules:
-    """Builds the grammar rules for calls to `tools`. `lead` is the marker with which the first call begins, or "" if
+    """Builds the grammar rules for calls of `tools`. `lead` is the marker with which the first call begins, or "" if
     the syntax has no such marker."""
 
     def __init__(self, tokenizer: Tokenizer, syntax: ToolSyntax, tools: Sequence[EnforcedTool]) -> None:
@@ -125,7 +129,7 @@ class _Rules:
             return self._parameters(tags, tool)
         except ToolGrammarError as error:
             if tool.is_strict:
-                raise ToolGrammarError(f"of `{tool.name}` {error}") from None
+                raise ToolGrammarError(f"of `{tool.name}` {error.reason}") from None
         self._size -= sum(map(len, self._values[num_before:]))
         del self._values[num_before:]
         name = self._value(r"/[\w.-]{1,64}/", "NAME")

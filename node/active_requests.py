@@ -137,7 +137,7 @@ class ActiveRequests:
         log.debug("request received", extra=fields(request=submit.id, traceparent=submit.traceparent))
         if not self._sessions.is_attached(router):
             raise ValueError("this router is not connected to this node")
-        if refusal := self._state.refusal:
+        if refusal := self._state.refusal(is_handoff=receive_kv):
             raise OverloadedError(refusal)
         rules = self._rules
         tokens = check_submit(submit, self._state.info.max_model_len, rules.vocab_size)

@@ -23,12 +23,12 @@ from node.recorder import StepRecorder
 from node.router_sessions import FLUSH_S, MAX_ROUTERS, MAX_UNREAD_DELTAS, RouterSessions
 from node.stats import NodeState
 from scheduler.request import Request, RequestState
-from scheduler.role import ROLES, Role
+from scheduler.role import DECODE, ROLES, Role
 from scheduler.scheduler import Scheduler
 from shared.clock import to_tick
 from shared.kv.channel import KVChannel
 from shared.kv.memory import KVMemory
-from shared.lifecycle import TaskGroup, wait_until
+from shared.lifecycle import TaskGroup
 from shared.registry import Announcer
 from shared.rpc.messages import Ack, NodeInfo, NodeStats, RouterCommand, SetRoleRequest, SubmitRequest, TokenDelta
 from shared.rpc.methods import COMMIT, ENCODE, PUSHED, RENEW, RESERVE, STOP, Rpc, unary
@@ -141,7 +141,8 @@ class Node:
         self.tasks.start(self.sessions.publish_records())
 
     async def drain(self, timeout_s: float, reason: str) -> int:
-        """Reject new requests, and wait until those in progress have ended.
+        """Reject new requests, and wait until those in progress have ended, including those that prefill nodes will
+        hand over to this node.
 
         After `timeout_s`, fail the requests still in progress, so that their routers retry them on other nodes. Return
         the number of failed requests.
@@ -149,7 +150,7 @@ class Node:
         self.update_info(state="draining")
         # Publish the state before the first rejection. Otherwise routers would take the rejection for a failure.
         self.sessions.publish_stats(self.stats())
-        await wait_until(lambda: not self.requests, timeout_s)
+        await self.sessions.wait_until_ended(lambda: not self.requests, timeout_s, receives=self.role.role is DECODE)
         return self.requests.fail_all(reason)
 
     async def close(self) -> None:
@@ -195,7 +196,7 @@ class Node:
 
     def refusal(self) -> str:
         """Return why the node takes no requests, or "". Routers connect only after the first steps (`_warm_up`)."""
-        return self.state.refusal or ("" if self.sessions.num_routers else "no router is connected to this node")
+        return self.state.refusal() or ("" if self.sessions.num_routers else "no router is connected to this node")
 
     def stats(self) -> NodeStats:
         """Collect the node's statistics. Called on the event loop.

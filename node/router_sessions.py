@@ -25,6 +25,7 @@ RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
 # While the load is unchanged, one in REPORT_EVERY stats is sent to a router with requests on the node, and one in
 # REPORT_EVERY_UNUSED to any other router.
 REPORT_EVERY, REPORT_EVERY_UNUSED = 2, 5
+DRAIN_SEEN_S = 2.0  # how long a draining node waits for its routers to learn this; older routers do not report it
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
 MAX_DELTAS = 1000  # deltas per message
 # Logprobs per message. With 20 alternatives, a message then has a quarter of the items that the decoder accepts.
@@ -40,12 +41,18 @@ class RouterStream:
 
     wants_records: bool = True
     has_requests: bool = True
+    has_seen_drain: bool = False
     deltas: list[TokenDelta] = field(default_factory=list)
     stats: NodeStats | None = None
     steps: list[StepRecord] = field(default_factory=list)
     events: list[RequestEvent] = field(default_factory=list)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     read_timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
+
+    @property
+    def awaits_handoffs(self) -> bool:
+        """Whether the router knows that this node drains, and still waits for requests that it placed here before."""
+        return self.has_seen_drain and self.has_requests
 
     def record(self, steps: list[StepRecord], events: list[RequestEvent]) -> int:
         """Queue records. Return the number of old records that were dropped to make room."""
@@ -150,7 +157,10 @@ class RouterSessions:
         hello: RouterCommand | None = await stream.recv_message()
         if hello is None or (len(self._streams) >= self._max_routers and hello.router not in self._streams):
             return
-        router, session = hello.router, RouterStream(hello.records, hello.has_requests, stats=stats())
+        router, session = (
+            hello.router,
+            RouterStream(hello.records, hello.has_requests, hello.has_seen_drain, stats=stats()),
+        )
         session.wake.set()
         if router in self._streams:
             self._end(router)
@@ -165,7 +175,7 @@ class RouterSessions:
                     if command.has_requests and not session.has_requests:
                         session.stats = stats()
                         session.wake.set()
-                    session.has_requests = command.has_requests
+                    session.has_requests, session.has_seen_drain = command.has_requests, command.has_seen_drain
         except TimeoutError:
             return  # `_end` has removed this stream
         finally:
@@ -200,6 +210,20 @@ class RouterSessions:
             if self._num_unchanged % (REPORT_EVERY if session.has_requests else REPORT_EVERY_UNUSED) == 0:
                 session.stats = stats
                 session.wake.set()
+
+    async def wait_until_ended(self, have_ended: Callable[[], bool], timeout_s: float, *, receives: bool) -> None:
+        """Wait until the requests on this draining node have ended, which `have_ended` returns, at most `timeout_s`
+        seconds. Call this after the stats with the state "draining" have been published.
+
+        If the node receives handoffs, also wait for the requests that routers have placed on it and that other nodes
+        have not yet handed over.
+        """
+        streams = self._streams.values()
+        if receives:
+            await wait_until(lambda: all(each.has_seen_drain for each in streams), min(DRAIN_SEEN_S, timeout_s))
+        await wait_until(
+            lambda: have_ended() and not (receives and any(each.awaits_handoffs for each in streams)), timeout_s
+        )
 
     async def flush(self) -> None:
         """Wait until the queued deltas and stats have been passed to the transport, at most FLUSH_S seconds."""

@@ -40,10 +40,12 @@ class NodeState:
             return "stuck"
         return "breached" if self.publisher.ledger_error else self.info.state
 
-    @property
-    def refusal(self) -> str:
-        """The reason why new requests are rejected; "" if they are accepted."""
-        if self.info.state != "ready":
+    def refusal(self, *, is_handoff: bool = False) -> str:
+        """Return the reason why new requests are rejected; "" if they are accepted.
+
+        A draining node accepts handoffs, because routers placed these requests on the node before it drained.
+        """
+        if self.info.state != "ready" and not is_handoff:
             return "this node is draining"
         if self.is_stuck:
             return "this node is stuck"

@@ -19,7 +19,7 @@ from proxy_node.connectors import NIXL, read_params
 from proxy_node.health import EngineHealth
 from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput
 from shared.clock import to_tick
-from shared.lifecycle import TaskGroup, wait_until
+from shared.lifecycle import TaskGroup
 from shared.registry import Announcer
 from shared.rpc.connection import RpcChannel
 from shared.rpc.messages import (
@@ -121,7 +121,10 @@ class ProxyNode:
         requests, so that their routers retry them on other nodes. Return the number of failed requests."""
         self.info = replace(self.info, state="draining")
         self.sessions.publish_stats(self.stats())
-        await wait_until(lambda: not self._requests or self.lost.done(), timeout_s)
+        receives = self.info.role == "decode"
+        await self.sessions.wait_until_ended(
+            lambda: not self._requests or self.lost.done(), timeout_s, receives=receives
+        )
         rest = list(self._requests)
         for request_id in rest:
             self._fail(request_id, reason, retry=True)
@@ -287,9 +290,10 @@ class ProxyNode:
         task = self._tasks.start(self._guard(submit.id, work))
         self._requests[submit.id] = ProxiedRequest(router, task, progress, committed)
 
-    def _refusal(self, submit: SubmitRequest) -> str:
-        """Return why another node should take the request, or "" if this node can."""
-        if self.info.state != "ready":
+    def _refusal(self, submit: SubmitRequest, *, is_handoff: bool = False) -> str:
+        """Return why another node should take the request, or "" if this node can. A draining node accepts handoffs,
+        because routers placed these requests on the node before it drained."""
+        if self.info.state != "ready" and not is_handoff:
             return "this node is draining"
         if submit.adapter:
             return "this node does not have the request's LoRA adapter"
@@ -438,7 +442,7 @@ class ProxyNode:
             if not 0 < message.lease_ms <= MAX_LEASE_MS:
                 raise ValueError(f"lease_ms is {message.lease_ms}: it must be from 1 to {MAX_LEASE_MS}")
             tokens, params = self._checked(submit), read_params(message.params, self._engine.check_params)
-            if refusal := self._refusal(submit):
+            if refusal := self._refusal(submit, is_handoff=True):
                 raise ValueError(refusal)
             outputs = self._engine.generate(submit, tokens, params)
         except ValueError as error:

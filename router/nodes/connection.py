@@ -83,7 +83,8 @@ class NodeConnection:
         self._observer = observer
         self._wants_records = wants_records
         self._has_asked = self._wants_records(info.id)  # whether the node was asked to send its records
-        self._has_requests = False  # whether the node was last informed that this router has requests on it
+        # Whether the node was last informed that this router has requests on it, and that it knows of the node's drain.
+        self._has_requests = self._has_seen_drain = False
         self._command = self._new_command()
         self._wake = asyncio.Event()
         self._silent_intervals, self._max_silent = 0, LIVENESS_INTERVALS
@@ -92,7 +93,11 @@ class NodeConnection:
     @property
     def is_leaving(self) -> bool:
         """Whether the node is draining (because it will shut down or change its role) or this router is closing."""
-        return self.router_is_closing or "draining" in {self.info.state, self.stats.state}
+        return self.router_is_closing or self.is_draining
+
+    @property
+    def is_draining(self) -> bool:
+        return "draining" in {self.info.state, self.stats.state}
 
     @property
     def is_ready(self) -> bool:
@@ -123,6 +128,7 @@ class NodeConnection:
     def forget(self, identity: str) -> None:
         """Stop listening to a request that has ended on this node."""
         self.listeners.pop(identity, None)
+        self._inform_draining()
 
     def abort(self, identity: str) -> None:
         """Stop listening to a request, and stop the request on the node."""
@@ -137,6 +143,7 @@ class NodeConnection:
         else:
             self._command.aborts.append(identity)
             self._wake.set()
+        self._inform_draining()
 
     def take_command(self) -> RouterCommand:
         """Return the unsent command, and start a new one."""
@@ -144,17 +151,30 @@ class NodeConnection:
         return command
 
     def _new_command(self) -> RouterCommand:
-        return RouterCommand(self._router, records=self._has_asked, has_requests=self._has_requests)
+        return RouterCommand(
+            self._router,
+            records=self._has_asked,
+            has_requests=self._has_requests,
+            has_seen_drain=self._has_seen_drain,
+        )
 
     def _inform(self) -> None:
-        """Inform the node if this router has placed the first request on it, or if the last one has ended. After the
-        first request, the node reports at once."""
-        if bool(self.listeners) is self._has_requests:
-            return
-        self._command.has_requests = self._has_requests = bool(self.listeners)
-        answer_by = self._silent_intervals + LIVENESS_INTERVALS
-        self._max_silent = min(answer_by, UNUSED_INTERVALS) if self._has_requests else UNUSED_INTERVALS
-        self._wake.set()
+        """Inform the node if this router has placed the first request on it, if the last one has ended, or if this
+        router has learnt that the node drains. After the first request, the node reports at once."""
+        has_requests, is_draining = bool(self.listeners), self.is_draining
+        if has_requests is not self._has_requests:
+            self._command.has_requests = self._has_requests = has_requests
+            answer_by = self._silent_intervals + LIVENESS_INTERVALS
+            self._max_silent = min(answer_by, UNUSED_INTERVALS) if has_requests else UNUSED_INTERVALS
+            self._wake.set()
+        if is_draining is not self._has_seen_drain:
+            self._command.has_seen_drain = self._has_seen_drain = is_draining
+            self._wake.set()
+
+    def _inform_draining(self) -> None:
+        """If the last request has ended on a node that drains, inform the node at once, because it waits for this."""
+        if not self.listeners and self.is_draining:
+            self._inform()
 
     # ---- the stream ---------------------------------------------------------------------------------------------
 
@@ -183,6 +203,7 @@ class NodeConnection:
         # The node's stats show that the node is alive, so pings are needed only while no stats arrive.
         channel = RpcChannel(self.info.address, answer_s=answer_s, pings_idle=True)
         self._has_asked, self._has_requests = self._wants_records(self.info.id), bool(self.listeners)
+        self._has_seen_drain = self.is_draining
         self._command = self._new_command()
         self._wake.clear()
         self._silent_intervals, self._max_silent = 0, LIVENESS_INTERVALS
@@ -253,6 +274,7 @@ class NodeConnection:
             self.is_alive, self.alive_since, self.has_crashed = True, time.monotonic(), False
         if (self.is_alive, stats.state) != before:
             self._on_change(self)
+            self._inform()
         if stats.state == "stuck":
             self.has_crashed = True
             self._fail_requests()

@@ -116,6 +116,7 @@ class RouterCommand:
     aborts: list[str] = field(default_factory=list)
     records: bool = True  # whether the node sends this router its records of steps and events from now on
     has_requests: bool = True  # whether the router has requests on the node, and so treats a silent node as lost sooner
+    has_seen_drain: bool = False  # whether the router knows that the node drains, and so places no more requests on it
 
 
 @dataclass(slots=True)

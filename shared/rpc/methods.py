@@ -96,7 +96,8 @@ def is_late(record: logging.LogRecord) -> bool:
     """Return whether grpclib logs that the deadline of a call had passed when the call arrived. After a freeze of the
     caller, this is no error of this process."""
     error = record.exc_info[1] if record.exc_info else None
-    return isinstance(error, asyncio.TimeoutError) and error.args == ("Deadline exceeded",)
+    is_expired = isinstance(error, asyncio.TimeoutError) and error.args == ("Deadline exceeded",)
+    return is_expired and record.msg == "Timeout occurred"
 
 
 logging.getLogger("grpclib.server").addFilter(lambda record: not is_late(record))

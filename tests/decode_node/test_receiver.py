@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from decode_node.receiver import HandoffReceiver
 from decode_node.reservations import LEASE_S
 from node.node import Node
+from node.router_sessions import DRAIN_SEEN_S
 from scheduler.role import DECODE
 from shared.kv.channel import ChannelError, KVChannel
 from shared.kv.memory import HostMemory, checksums
@@ -25,11 +26,13 @@ from shared.rpc.messages import (
     RenewRequest,
     ReserveReply,
     ReserveRequest,
+    RouterCommand,
     StopRequest,
     pack_ids,
     unpack_ids,
 )
 from tests.node.harness import (
+    ROUTER,
     ROW_BYTES,
     VOCABULARY,
     HashNode,
@@ -170,6 +173,28 @@ async def test_a_reservation_waits_for_blocks_up_to_its_timeout(tmp_path: Path) 
         assert (await waiting).error == ""
         here.line.abort("waits")
         await here.empty()
+
+
+async def test_a_draining_node_completes_the_handoffs_that_its_routers_wait_for(tmp_path: Path) -> None:
+    async with bench("tcp", tmp_path) as here:
+        draining = asyncio.ensure_future(here.node.drain(60.0, "shutting down"))
+        await asyncio.sleep(0)
+        here.line.submit(submission("new", PROMPT))
+        assert await wait_until(lambda: here.errors() == ["this node is draining"], 5.0)
+        here.line.commands.put_nowait(RouterCommand(ROUTER, has_requests=True, has_seen_drain=True))
+        await asyncio.sleep(1.5 * DRAIN_SEEN_S)
+        assert not draining.done(), "a prefill node has not yet begun the handoff"
+        reserved = await here.reserve_and_push()
+        assert await here.receiver.commit(here.commit(reserved)) == Ack()
+        assert await wait_until(lambda: bool(here.line.finishes("r")), 5.0)
+        assert here.line.tokens("r") == expected(PROMPT, 6)[1:]
+        here.line.commands.put_nowait(RouterCommand(ROUTER, has_requests=False, has_seen_drain=True))
+        assert await draining == 0
+
+
+async def test_a_draining_node_does_not_wait_for_routers_that_do_not_know_it(tmp_path: Path) -> None:
+    async with bench("tcp", tmp_path) as here:
+        assert await asyncio.wait_for(here.node.drain(60.0, "shutting down"), 30.0) == 0
 
 
 async def test_a_renewal_lists_quarantined_reservations_until_their_writer_has_stopped(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy_node.connectors import MAX_PARAMS_BYTES, check_params, read_params
-from shared.rpc.messages import AcceptRequest, SamplingParams, SetRoleRequest, SubmitRequest
-from tests.node.harness import submission
+from shared.rpc.messages import AcceptRequest, RouterCommand, SamplingParams, SetRoleRequest, SubmitRequest
+from tests.node.harness import ROUTER, submission
 from tests.proxy_node.harness import WAIT_S, Running, running
 from tests.proxy_node.vllm_stub import answer
 
@@ -195,6 +195,22 @@ async def test_a_lost_prefill_engine_does_not_fail_handed_over_answers() -> None
         await asyncio.wait_for(asyncio.shield(prefill.node.lost), WAIT_S)
         await decode.until(lambda: decode.line.finishes("a"))
         assert answer_of(prefill, decode, "a") == answer(PROMPT, 200)
+
+
+async def test_a_draining_node_still_accepts_the_handoffs_of_requests_that_it_was_given_before() -> None:
+    async with pair(token_s=0.01) as (prefill, decode):
+        draining = asyncio.ensure_future(decode.node.drain(60.0, "shutting down"))
+        await asyncio.sleep(0)
+        decode.line.commands.put_nowait(RouterCommand(ROUTER, has_requests=True, has_seen_drain=True))
+        decode.line.submit(submission("new", PROMPT, 20))
+        prefill.line.submit(handed(decode, "a", 30))
+        await decode.until(lambda: decode.line.finishes("a"))
+        assert answer_of(prefill, decode, "a") == answer(PROMPT, 30)
+        assert [(delta.id, delta.error) for delta in decode.line.deltas if delta.error] == [
+            ("new", "this node is draining")
+        ]
+        decode.line.commands.put_nowait(RouterCommand(ROUTER, has_requests=False, has_seen_drain=True))
+        assert await draining == 0
 
 
 async def test_a_node_changes_its_role_without_a_word_to_its_engine() -> None:

@@ -463,11 +463,14 @@ async def test_a_draining_node_gets_no_new_requests_and_keeps_its_own(reported_b
         else:
             here.listing.put(replace(link.info, state="draining"))
         assert await wait_until(lambda: here.usable() == ([], ["d1"]), 5.0)
+        assert await wait_until(lambda: node.commands[-1].has_seen_drain, 5.0)
+        assert node.commands[-1].has_requests
         assert link.is_alive
         await node.send(TokenDelta("r", 1))
         assert await wait_until(lambda: len(listener.deltas) == 1, 5.0)
         link.abort("r")
         assert await wait_until(lambda: node.commands[-1].aborts == ["r"], 5.0)
+        assert not node.commands[-1].has_requests
         assert listener.losses == []
 
 

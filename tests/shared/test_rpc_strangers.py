@@ -23,7 +23,7 @@ from shared.rpc import connection as grpc_connection
 from shared.rpc import tls
 from shared.rpc.codec import encode
 from shared.rpc.messages import Ack, NodeUpdate, RouterCommand, StopRequest
-from shared.rpc.methods import ATTACH, STOP, PeerError, RpcServer, unary
+from shared.rpc.methods import ATTACH, STOP, PeerError, RpcServer, is_late, unary
 from shared.rpc.tls import ClusterIdentity
 from tests.shared.rpc import connected, serving
 
@@ -198,6 +198,17 @@ async def test_a_call_whose_deadline_has_passed_fails_alone_and_is_not_logged() 
         assert await client.status() is not Status.OK
         client.call(3, GOOD)
         assert await client.status(3) is Status.OK
+
+
+def test_only_the_log_of_a_late_call_is_dropped() -> None:
+    late = TimeoutError("Deadline exceeded")
+    for message, error, is_dropped in (
+        ("Timeout occurred", late, True),
+        ("Timeout occurred", TimeoutError(), False),
+        ("Failed to handle cancellation", late, False),
+    ):
+        record = logging.LogRecord("grpclib.server", 40, "", 1, message, (), (type(error), error, None))
+        assert is_late(record) is is_dropped
 
 
 async def test_cancelled_calls_are_released_even_if_they_never_started() -> None:

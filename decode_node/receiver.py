@@ -262,7 +262,7 @@ class HandoffReceiver(RoleAdapter):
 
     def on_writer_lost(self, writer: str) -> None:
         for end in self._table.writer_lost(writer, time.monotonic()):
-            self._end(end, "the connection to the prefill node ended")
+            self._requests.guard(end.request.id, self._end, end, "the connection to the prefill node ended")
 
     async def _watch_leases(self) -> None:
         while True:
@@ -271,7 +271,7 @@ class HandoffReceiver(RoleAdapter):
             if (late_s := time.monotonic() - began - self._check_leases_s) > STALL_S:
                 self._table.extend(late_s)
             for end in self._table.expired(time.monotonic(), self._can_write):
-                self._end(end, "its lease expired")
+                self._requests.guard(end.request.id, self._end, end, "its lease expired")
 
     def _can_write(self, writer: str) -> bool:
         """Fence a writer whose lease has expired. Return True if it can still write, because it is still connected.

@@ -48,7 +48,7 @@ def parse_size(value: int | str) -> int:
         raise ValueError(f"must be {SIZE_FORMS}")
     exponent = " KMGT".index(match[2].upper()) if match[2] else 0
     size = Fraction(match[1]) * (1024 if match[3] else 1000) ** exponent
-    if 0 < size < 1 or size >= MAX_SIZE:
+    if 0 < size < 1 or size >= MAX_SIZE or (not match[2] and size.denominator > 1):
         raise ValueError(f"must be whole bytes, and less than an exabyte: {SIZE_FORMS}")
     return int(size)
 

@@ -41,6 +41,7 @@ from tests.node.harness import (
     compute_prompt,
     expected,
     hash_node,
+    quiet,  # noqa: F401 - a fixture
     submission,
 )
 from tests.prefill_node.pair import open_channel
@@ -232,6 +233,23 @@ async def test_a_frozen_writer_that_wakes_up_after_its_lease_cannot_write_any_mo
         assert await wait_until(lambda: here.errors() == ["handoff: its lease expired"], 5.0)
         with pytest.raises(ChannelError, match="has declared this node dead"):
             await here.push(reserved)
+
+
+@pytest.mark.usefixtures("quiet")
+async def test_an_error_at_the_end_of_one_lease_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench("tcp", tmp_path, lease_s=0.2) as here:
+        failures = iter([OSError("revoked twice")])
+
+        def revoke(*_: object) -> None:
+            for failure in failures:
+                raise failure
+
+        monkeypatch.setattr(type(here.writer), "revoke", revoke)
+        await here.reserve("first")
+        await here.reserve("second")
+        assert await wait_until(lambda: here.errors() == ["handoff: its lease expired"] * 2, 5.0)
 
 
 async def test_a_writer_that_missed_the_grant_stops_the_reservation_by_request_id(tmp_path: Path) -> None:

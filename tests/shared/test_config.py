@@ -304,7 +304,8 @@ def test_sizes(text: int | str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0.1", "1PiB", "9" * 40, "\u0661", "1000000TB"]
+    "text",
+    ["", "MiB", "-1", "1e9", "2G", "1Mi", "1 M iB", "0.1", "1.5", "1.5B", "1PiB", "9" * 40, "\u0661", "1000000TB"],
 )
 def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):

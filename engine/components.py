@@ -54,7 +54,9 @@ def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineCo
     Raises ValueError if the model, the memory or the device is not available; the message states the remedy.
     """
     with stage(f"starting the engine (--device {options.device})", "free memory on it, or choose another"):
-        return _build(options, borrowed)
+        components = _build(options, borrowed)
+        components.max_num_seqs = options.most_requests
+        return components
 
 
 def _build(options: BuildOptions, borrowed: PoolClient | None) -> EngineComponents:

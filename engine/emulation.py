@@ -63,6 +63,7 @@ class Emulation:
     residuals: tuple[float, ...] = (1.0,)
     block_tokens: int = 16
     prefill_residuals: tuple[Residuals, ...] = ()
+    max_num_seqs: int = 256  # the default of --max-num-seqs on this device
 
 
 def load_emulation(name: str) -> Emulation:
@@ -112,6 +113,7 @@ def _emulation(data: Any, name: str, link: str) -> Emulation:
         _quantiles(data, "residuals"),
         int(_number(data, "block_tokens", least=1)),
         _prefill_residuals(data.get("prefill_residuals", [])),
+        int(_number({"max_num_seqs": 256} | data, "max_num_seqs", least=1)),
     )
 
 

@@ -22,6 +22,7 @@ from shared.kv.memory import available_bytes
 from shared.model_files import resolve
 
 CPU_BLOCK_TOKENS = 16
+CPU_NUM_SEQS, GPU_NUM_SEQS = 64, 256  # default of --max-num-seqs; 256 as in vLLM
 DEFAULT_STATES = 24  # a pool of the default size has room for this many recurrent states
 HASH_LANES = 4  # number of 64-bit integers that the hash model stores for a token
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one of them exists if CUDA works: on Linux, WSL or Jetson
@@ -46,7 +47,7 @@ class BuildOptions:
     kv_cache_memory: int = 0
     num_blocks: int = 0
     max_model_len: int = 0
-    max_num_seqs: int = 64
+    max_num_seqs: int = 0
     max_step_tokens: int = 512
     draft_method: str = ""
     draft_model: str = ""
@@ -65,7 +66,16 @@ class BuildOptions:
     @property
     def most_slices(self) -> int:
         """The largest number of slices in a step. Each guessed token counts as a slice."""
-        return min(self.max_num_seqs * (1 + self.speculative_tokens), self.max_step_tokens)
+        return min(self.most_requests * (1 + self.speculative_tokens), self.max_step_tokens)
+
+    @property
+    def most_requests(self) -> int:
+        """The largest number of requests that run at the same time."""
+        if self.max_num_seqs:
+            return self.max_num_seqs
+        if self.emulate:
+            return load_emulation(self.emulate).max_num_seqs
+        return GPU_NUM_SEQS if self.on_gpu else CPU_NUM_SEQS
 
     @property
     def on_gpu(self) -> bool:

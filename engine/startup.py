@@ -50,6 +50,7 @@ class EngineComponents:
     drafter: Drafter | None = None  # a draft model or a draft head
     adapters: dict[str, str] = field(default_factory=dict)  # name -> digest of each LoRA adapter
     images: ImageSupport | None = None  # None: requests with images are refused
+    max_num_seqs: int = 64  # maximum number of requests that run at the same time
 
 
 def exchange_fingerprint(runner: str, revision: str, layout: KVLayout, sums: str, groups: tuple[Group, ...]) -> str:

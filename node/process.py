@@ -231,7 +231,7 @@ class NodeProcess:
         settings, components, budget = self.settings, self.components, _budget(self.settings)
         limits = StepLimits(
             settings.max_num_batched_tokens,
-            settings.max_num_seqs,
+            components.max_num_seqs,
             settings.long_prefill_token_threshold,
             settings.max_num_partial_prefills,
         )

@@ -18,7 +18,6 @@ from shared.version import package_version
 ATTRIBUTES = (  # settings that `NodeInfo.attributes` contains
     "policy",
     "max_num_batched_tokens",
-    "max_num_seqs",
     "long_prefill_token_threshold",
     "max_num_partial_prefills",
     "speculative_config",
@@ -78,7 +77,7 @@ def describe(
         block_bytes=layout.block_bytes,
         num_blocks=1 + geometry.capacity(layout.num_blocks, budget.ceiling, components.max_model_len),
         max_model_len=components.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=components.max_num_seqs,
         version=package_version(),
         attributes=_attributes(settings, components, budget),
         shared_pool_owner=shared_pool_owner,
@@ -91,6 +90,7 @@ def _attributes(settings: NodeSettings, components: EngineComponents, budget: Bu
     return {
         **components.attributes,
         **{name: str(getattr(settings, name)) for name in ATTRIBUTES},
+        "max_num_seqs": str(components.max_num_seqs),
         "images": str(components.images is not None).lower(),
         "cpus": str(len(os.sched_getaffinity(0))),
         "max_step_tokens": str(budget.ceiling),

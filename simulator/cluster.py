@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # pydantic is not available in a browser
     from shared.config.settings import ComputingSettings, ServingSettings
 
 # Settings that `NodeInfo.attributes` contains.
-ATTRIBUTES = ("policy", "max_num_batched_tokens", "max_num_seqs", "long_prefill_token_threshold")
+ATTRIBUTES = ("policy", "max_num_batched_tokens", "long_prefill_token_threshold")
 TIMEOUT, REFUSED, TOO_LARGE = "timeout", "refused", "the request does not fit into the KV cache"
 
 
@@ -69,6 +69,10 @@ class ClusterPlan:
     def num_blocks(self) -> int:
         """The number of blocks of each node, including the dummy block."""
         return self.computing.num_blocks or 1 + self.device.kv_tokens // self.block_tokens
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.computing.max_num_seqs or self.device.max_num_seqs
 
     @property
     def kv_tokens(self) -> int:
@@ -116,7 +120,7 @@ class SimulatedCluster:
         size = plan.block_tokens
         limits = StepLimits(
             settings.max_num_batched_tokens,
-            settings.max_num_seqs,
+            plan.max_num_seqs,
             settings.long_prefill_token_threshold,
             settings.max_num_partial_prefills,
         )
@@ -138,10 +142,11 @@ class SimulatedCluster:
             block_bytes=size * device.kv_bytes_per_token,
             num_blocks=1 + plan.kv_tokens // size,
             max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=plan.max_num_seqs,
             attributes={
                 **{name: str(getattr(settings, name)) for name in ATTRIBUTES},
                 "device": f"simulated {device.name}",
+                "max_num_seqs": str(plan.max_num_seqs),
                 "max_step_tokens": str(budget.ceiling),
                 "tbt_slo_ms": f"{settings.tbt_slo_ms:g}",
             },

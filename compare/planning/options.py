@@ -25,7 +25,7 @@ class PlanOptions:
     price: float = flag("DOLLARS", 0.0, "Price of a GPU per hour, to show the cost of tokens.", min=0.0)
     policies: list[str] = flag("POLICY", ["stall_free", "prefill_first"], "Policies of co-located nodes; repeatable.")
     budgets: list[int] = flag(
-        "TOKENS", [256, 512, 2048, 8192], "Values of max_num_batched_tokens; repeatable.", min=1, max=1 << 20
+        "TOKENS", [256, 512, 1024, 2048, 8192], "Values of max_num_batched_tokens; repeatable.", min=1, max=1 << 20
     )
     set: list[str] = flag("SETTING=VALUE", [], "A setting of all nodes, such as max_num_seqs=128; repeatable.")
     seeds: int = flag("NUMBER", 5, "Number of seeds for the best candidates.", min=2, max=20)

@@ -107,7 +107,7 @@ class PlaySettings:
 
     policy: str
     max_num_batched_tokens: int
-    max_num_seqs: int = 64
+    max_num_seqs: int = 0
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int = 1
     tbt_slo_ms: float = 0.0

@@ -79,7 +79,7 @@ class StepGrid:
         layout = self.components.layout
         if any(group.kind == "state" for group in self.components.groups):
             raise ConfigError("--model: models with recurrent layers are not profiled")
-        limits = options.max_step_tokens, options.max_num_seqs, self.components.max_model_len
+        limits = options.max_step_tokens, options.most_requests, self.components.max_model_len
         geometry = Geometry(layout.block_tokens, self.components.groups)
         longest = geometry.capacity(layout.num_blocks, options.max_step_tokens, self.components.max_model_len)
         self.kv_tokens = longest * layout.block_tokens  # length of the longest request that the KV cache can hold

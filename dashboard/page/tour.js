@@ -52,8 +52,8 @@ export const TOUR = [
   },
   {
     "title": "8. Where each wins",
-    "settings": {"prefill": 1, "decode": 1, "policy": "stall_free", "budget": 512, "rate": 27, "prompt": 300, "answer": 500, "requests": 300, "ttft_slo_ms": 1000},
-    "text": ["Here prompts are short and answers long. The prefill node is idle most of the time, while the decode node is full: it runs at most 64 requests. The router sends it ten more, whose prompts are computed in advance. These ten get a first token, but then wait for a place (hatched in “Requests”), which is why some miss the limit for TBT. The router holds back all other requests, so even their first token is late. Two co-located nodes share the work. With long prompts and short answers, the result can be the opposite. Separate nodes pay off if both kinds of work keep their nodes busy and the limit for TBT is strict.", "This was the tour. For your own traffic, paste a trace, or run “baton plan”, which tries all splits."],
+    "settings": {"prefill": 1, "decode": 1, "policy": "stall_free", "budget": 512, "rate": 65, "prompt": 300, "answer": 500, "requests": 1000, "ttft_slo_ms": 1000},
+    "text": ["Here prompts are short and answers long. The prefill node is idle most of the time, while the decode node is full: it runs at most 256 requests. The router sends it 34 more, whose prompts are computed in advance. These 34 get a first token, but then wait for a place (hatched in “Requests”), which is why some miss the limit for TBT. The router holds back all other requests, so even their first token is late. Two co-located nodes share the work. With long prompts and short answers, the result can be the opposite. Separate nodes pay off if both kinds of work keep their nodes busy and the limit for TBT is strict.", "This was the tour. For your own traffic, paste a trace, or run “baton plan”, which tries all splits."],
     "look": "In “Steps”, prefill-0 is empty most of the time. Press the button, and compare the rows of the table.",
     "tries": [["Two co-located nodes", {"prefill": 0, "decode": 2}]]
   }

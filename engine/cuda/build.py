@@ -59,7 +59,7 @@ def build_on_cuda(options: BuildOptions, config: ModelConfig, path: Path, gpu: C
         model = load_model(path, dtype, gpu.device, linear)
     options = replace(options, attention_backend=usable_on_cuda(options.attention_backend, gpu.device))
     one_block = _one_block(options, model)
-    largest = f"running a step of {options.max_step_tokens} tokens and up to {options.max_num_seqs} requests"
+    largest = f"running a step of {options.max_step_tokens} tokens and up to {options.most_requests} requests"
     with _stage(gpu, largest, SMALLER_STEP):
         # Run this even if the size of the KV pool is given, to compile the kernels before the first request.
         held = gpu.most_held(lambda: _largest_step(options, model, one_block, gpu, triton))

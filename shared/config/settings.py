@@ -456,7 +456,7 @@ class ComputingSettings(CommonSettings):
     )
     block_size: Annotated[int, Field(ge=0, le=1024)] = setting(0, "Tokens per KV block.", "16 on the CPU, 64 on a GPU")
     max_num_batched_tokens: Count = setting(512, "Maximum tokens computed in one step.")
-    max_num_seqs: Count = setting(64, "Maximum requests that run at the same time.")
+    max_num_seqs: CountOrNone = setting(0, "Maximum requests that run at the same time.", "64 on the CPU, 256 on a GPU")
     long_prefill_token_threshold: CountOrNone = setting(
         0, "Maximum tokens of one prompt in a step.", "--max-num-batched-tokens"
     )

@@ -130,8 +130,9 @@ class NodeHost(Host):
         memory: Any = SimMemory(num_blocks, layout.block_bytes)
         runner = SimRunner(memory.rows, scenario.block_tokens, VOCABULARY, scenario.ahead, scenario.groups)
         computer = EngineComponents(
-            runner, memory, layout, MAX_MODEL_LEN, VOCABULARY, "print", {}, groups=scenario.groups
-        )
+            runner, memory, layout, MAX_MODEL_LEN, VOCABULARY, "print", {},
+            groups=scenario.groups, max_num_seqs=scenario.max_num_seqs,
+        )  # fmt: skip
         settings = NodeSettings(
             model="sim",
             id=self.name,

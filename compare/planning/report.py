@@ -18,7 +18,7 @@ from compare.planning.search import Measured, SearchResult
 from compare.report.terminal import BOUNDS, show_table
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, balanced, capacity_of, influences, paired_capacities
 from compare.stats.measures import percentile
-from compare.stats.statistics import MIN_PERCENT, TOO_CLOSE, Runs, student
+from compare.stats.statistics import MIN_PERCENT, TOO_CLOSE, Comparison, Runs, student
 from compare.stats.verdict import CAPACITY, rank
 
 SCHEMA = "baton.plan/1"
@@ -115,19 +115,25 @@ def recommendation(found: Sequence[Measured], runs: Runs, options: PlanOptions) 
         about = f"{best.arm} carries about {best.capacity.rate:.3g} req/s"
         return f"No recommendation: {about}, but the interval of {unknown} is unknown; give more --seeds or --requests."
     more = f" The interval of {unknown} is unknown." if unknown else ""
+    other = next((one for one in found if one.is_split != best.is_split), found[1] if len(found) > 1 else best)
+    lead = _lead(next((each for each in ranking.beaten if each.arm == other.arm), None), rates, ranking.best)
     if ranking.close:
         *first, last = [
             f"{arm} ({rates[arm]:.1f} req/s)" for arm in (ranking.best, *(each.arm for each in ranking.close))
         ]
-        return f"{TOO_CLOSE.capitalize()}: {', '.join(first)} and {last} {limits}.{more}"
-    other = next((one for one in found if one.is_split != best.is_split), found[1] if len(found) > 1 else best)
-    row = next((each for each in ranking.others if each.arm == other.arm), None)
+        also = f" {ranking.best} carries {lead}." if lead else ""
+        return f"{TOO_CLOSE.capitalize()}: {', '.join(first)} and {last} {limits}.{also}{more}"
     text = f"Use {ranking.best}: it carries {rates[ranking.best]:.1f} req/s {limits}"
-    if row is None or row.percent is None or row.percent_low is None or row.percent_high is None:
-        return f"{text}.{more}"
-    base = rates[other.arm] / rates[ranking.best]
-    lead, low, high = (-value / base for value in (row.percent, row.percent_high, row.percent_low))
-    return f"{text}, {lead:.0f} % more than {other.arm} [{low:+.0f}, {high:+.0f}].{more}"
+    return f"{text}, {lead}.{more}" if lead else f"{text}.{more}"
+
+
+def _lead(beaten: Comparison | None, rates: Mapping[str, float], best: str) -> str:
+    """Return by how much the best arm exceeds an arm that is clearly worse, or "" if there is none or its mean is 0."""
+    if beaten is None or beaten.percent is None or beaten.percent_low is None or beaten.percent_high is None:
+        return ""
+    base = rates[beaten.arm] / rates[best]
+    lead, low, high = (-value / base for value in (beaten.percent, beaten.percent_high, beaten.percent_low))
+    return f"{lead:.0f} % more than {beaten.arm} [{low:+.0f}, {high:+.0f}]"
 
 
 def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Document]:

@@ -235,6 +235,15 @@ def test_the_recommendation_says_when_it_is_too_close_to_call(rates: list[float]
     assert recommendation(found, runs, PlanOptions()).startswith(says)
 
 
+def test_the_recommendation_says_when_only_variants_of_one_mode_are_too_close_to_call() -> None:
+    found = [measured(name, [10.0, 10.1, 10.0, 10.2]) for name in (SPLIT, f"{SPLIT}@max_num_batched_tokens=512")]
+    found.append(measured(ONE, [8.5, 8.6, 8.4, 8.6]))
+    runs = paired_capacities({one.arm: one.points for one in found}, 0.9)
+    text = recommendation(found, runs, PlanOptions())
+    assert text.startswith(f"Too close to call: {SPLIT} (10.1 req/s) and {SPLIT}@max_num_batched_tokens=512 (10.1")
+    assert f" {SPLIT} carries 18 % more than {ONE} [" in text
+
+
 def test_the_recommendation_names_the_candidates_with_unknown_intervals() -> None:
     """Without the seed with a low capacity, that of the second candidate lies beyond the measured rates."""
     found = [measured(ONE, [10.0, 10.1, 10.0]), measured(SPLIT, [12.5, 12.4, 4.0])]

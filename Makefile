@@ -26,8 +26,8 @@ types:
 imports:
 	$(BIN)/lint-imports --no-cache
 
-# Three workers per core: tests with clusters mostly wait. Each file runs in one worker: its tests share clusters.
-WORKERS ?= $(shell echo $$(($$(nproc) * 3)))
+# Two workers per core: tests with clusters mostly wait. Each file runs in one worker: its tests share clusters.
+WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 # With files of bytecode, the many processes of the tests start sooner.
 unit: export PYTHONDONTWRITEBYTECODE =
 unit:

@@ -15,6 +15,7 @@ from scheduler.cost import CostModel
 COSTS = Path(__file__).parent / "costs"
 MAX_NUMBER = 1e15
 VERSION = 1  # version of the files
+GPU_NUM_SEQS = 256  # the default of --max-num-seqs on GPUs, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Emulation:
     residuals: tuple[float, ...] = (1.0,)
     block_tokens: int = 16
     prefill_residuals: tuple[Residuals, ...] = ()
-    max_num_seqs: int = 256  # the default of --max-num-seqs on this device
+    max_num_seqs: int = GPU_NUM_SEQS  # the default of --max-num-seqs on this device
 
 
 def load_emulation(name: str) -> Emulation:
@@ -113,7 +114,7 @@ def _emulation(data: Any, name: str, link: str) -> Emulation:
         _quantiles(data, "residuals"),
         int(_number(data, "block_tokens", least=1)),
         _prefill_residuals(data.get("prefill_residuals", [])),
-        int(_number({"max_num_seqs": 256} | data, "max_num_seqs", least=1)),
+        int(_number({"max_num_seqs": GPU_NUM_SEQS} | data, "max_num_seqs", least=1)),
     )
 
 

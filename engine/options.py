@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from os.path import expanduser
 from pathlib import Path
 
-from engine.emulation import load_emulation
+from engine.emulation import GPU_NUM_SEQS, load_emulation
 from engine.foreign.config import choose_config
 from engine.lora.files import lora_digest
 from engine.models.draft_layers import read_eagle, with_head, with_mtp
@@ -22,7 +22,7 @@ from shared.kv.memory import available_bytes
 from shared.model_files import resolve
 
 CPU_BLOCK_TOKENS = 16
-CPU_NUM_SEQS, GPU_NUM_SEQS = 64, 256  # default of --max-num-seqs; 256 as in vLLM
+CPU_NUM_SEQS = 64  # the default of --max-num-seqs on CPUs
 DEFAULT_STATES = 24  # a pool of the default size has room for this many recurrent states
 HASH_LANES = 4  # number of 64-bit integers that the hash model stores for a token
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one of them exists if CUDA works: on Linux, WSL or Jetson

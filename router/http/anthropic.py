@@ -388,5 +388,6 @@ class AnthropicApi:
         with named_parameters():
             chat = validated(ChatBody, body.chat_fields())
             check_tools(chat, self.generation.tokenizer.syntax)
-            ids, _ = await encode_chat(self.generation.tokenizer, chat, self.generation.images)
+            tenant = reply.identity.tenant
+            ids, _ = await encode_chat(self.generation.tokenizer, chat, self.generation.images, tenant)
         await reply.json({"input_tokens": len(ids)})

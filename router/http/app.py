@@ -24,7 +24,7 @@ from router.http.auth import ApiCors, ApiKeys, AuthMiddleware
 from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 from router.http.generation import GenerationService, ModelParts, ServedModels
 from router.http.openapi import DETOKENIZE, DOCS, POSTS, RERANK, SCORE, TOKENIZE, document_routes
-from router.http.parsing import check_ids, encode, encode_chat, run_in_thread
+from router.http.parsing import THREADS, check_ids, encode, encode_chat, run_in_thread
 from router.http.pooling import PoolingApi
 from router.http.response_runs import RequestSlots, ResponseRuns
 from router.http.responses import ResponseFormatter
@@ -196,18 +196,19 @@ class CompletionsApi:
             await reply.events(formatter.ending())
             await reply.end()
         elif any(prompt.logprobs for prompt in output.prompts):
-            await reply.encoded_json(await asyncio.to_thread(formatter.encoded_answer))
+            await reply.encoded_json(await THREADS.run(reply.identity.tenant, formatter.encoded_answer))
         else:
             await reply.json(formatter.answer())
 
     async def tokenize(self, body: TokenizeBody, reply: ResponseWriter) -> None:
         """Handle POST /tokenize, with the fields of vLLM."""
-        tokenizer = self.generation.tokenizer
+        tokenizer, tenant, names = self.generation.tokenizer, reply.identity.tenant, None
         if body.prompt is not None:
-            ids = await encode(tokenizer, body.prompt, body.add_special_tokens is not False)
+            ids = await encode(tokenizer, body.prompt, body.add_special_tokens is not False, tenant)
         else:
-            ids, _ = await encode_chat(tokenizer, body, self.generation.images)
-        names = await run_in_thread(lambda: [*map(tokenizer.token_name, ids)]) if body.return_token_strs else None
+            ids, _ = await encode_chat(tokenizer, body, self.generation.images, tenant)
+        if body.return_token_strs:
+            names = await run_in_thread(tenant, lambda: [*map(tokenizer.token_name, ids)])
         context = self.generation.model.max_model_len
         await reply.json({"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names})
 
@@ -215,7 +216,9 @@ class CompletionsApi:
         """Handle POST /detokenize, with the fields of vLLM. The text includes special tokens."""
         check_ids(body.tokens, self.generation.model, "tokens")
         tokenizer = self.generation.tokenizer
-        text = await run_in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = await run_in_thread(
+            reply.identity.tenant, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
         await reply.json({"prompt": text})
 
 
@@ -348,19 +351,19 @@ class JsonEndpoint:
             reply.log()
 
     async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:
-        names = self.shared.models.names()
+        names, tenant = self.shared.models.names(), reply.identity.tenant
         try:
-            body = await self._parse(raw, names)
+            body = await self._parse(raw, names, tenant)
         except RequestError as error:
             if error.code != "model_not_found":
                 raise
             await self.shared.models.learn_adapters()
             if (known := self.shared.models.names()) == names:
                 raise
-            body = await self._parse(raw, known)
+            body = await self._parse(raw, known, tenant)
         await self.handlers[self.shared.models.index_of(body.model)](body, reply)
 
-    async def _parse(self, raw: bytes, names: list[str]) -> Body:
+    async def _parse(self, raw: bytes, names: list[str], tenant: str) -> Body:
         if len(raw) > PARSED_AT_ONCE:
-            return await run_in_thread(parse_body, self.kind, raw, names)
+            return await run_in_thread(tenant, parse_body, self.kind, raw, names)
         return parse_body(self.kind, raw, names)

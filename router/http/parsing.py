@@ -2,12 +2,14 @@
 
 import asyncio
 import hashlib
+import os
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from router.dispatch.requests import GenerationRequest, ModelCard
+from router.fair_threads import FairThreads
 from router.http.asgi import ANONYMOUS, Identity
 from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 from router.http.messages import image_urls, plain_messages
@@ -16,24 +18,33 @@ from router.text.answer_grammar import after_reasoning, prompt_end
 from router.text.grammar_check import GrammarChecker
 from router.text.images import ImageReader, placed
 from router.text.tokenizer import Tokenizer
-from shared.errors import RequestError
+from shared.errors import RequestError, UnavailableError
 from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import Media, SamplingParams, ThinkingBudget, pack_ids
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions, as in OpenAI and vLLM
 AT_ONCE = 8192  # a text of this many characters takes about 1 ms to encode; a longer text is encoded on a thread
-ENCODE_S = 10.0  # time limit for work on a thread
+ENCODE_S = 10.0  # time limit for work on a thread, including the time until a thread is free
+THREADS = FairThreads(min(8, len(os.sched_getaffinity(0)) + 1), "requests")  # shared by all models of the router
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-async def run_in_thread(work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-    """Run `work` on a thread, so that it does not delay other requests. Raises RequestError after ENCODE_S seconds."""
+async def run_in_thread(
+    tenant: str, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Result:
+    """Run `work` on a thread, so that it does not delay other requests. Tenants share the threads fairly.
+
+    After ENCODE_S seconds, raises RequestError, or UnavailableError if the work has not begun."""
+    future = THREADS.submit(tenant, work, *args, **kwargs)
     try:
         async with asyncio.timeout(ENCODE_S):
-            return await asyncio.to_thread(work, *args, **kwargs)
+            return await asyncio.wrap_future(future)
     except TimeoutError:
+        if future.cancelled():
+            text = "Too many of your requests are being parsed or tokenized; try again soon."
+            raise UnavailableError(text, status=429) from None
         raise RequestError("Parsing or tokenizing this request takes too long; send a shorter one.") from None
 
 
@@ -58,15 +69,14 @@ async def build_requests(
         check_ids(body.allowed_token_ids, model, "allowed_token_ids")
         sampling.allowed_tokens = pack_ids(body.allowed_token_ids)
     if body.bad_words:
-        sampling.bad_words = await run_in_thread(_spellings, body.bad_words, model, tokenizer)
-    prompts, media = await _encoded(body, model, tokenizer, images)
+        sampling.bad_words = await run_in_thread(identity.tenant, _spellings, body.bad_words, model, tokenizer)
+    prompts, media = await _encoded(body, model, tokenizer, images, identity.tenant)
     checker = grammars or GrammarChecker()
-    grammar = await _grammar(body, model, checker, tokenizer)
+    grammar = await _grammar(body, model, checker, tokenizer, identity.tenant)
     if isinstance(body, ChatBody):
         if has_calls := enforces_calls(body):
             _check_can_end(body, model, "tools")
-            loop = asyncio.get_running_loop()
-            grammar = await loop.run_in_executor(checker.thread, call_grammar, body, tokenizer, checker)
+            grammar = await checker.threads.run(identity.tenant, call_grammar, body, tokenizer, checker)
         if grammar:
             grammar = after_reasoning(grammar, tokenizer, prompts[0], has_channels=has_calls)
     ignores_eos = body.ignore_eos and not grammar
@@ -99,13 +109,15 @@ async def build_requests(
     return requests
 
 
-async def _grammar(body: GenerateBody, model: ModelCard, checker: GrammarChecker, tokenizer: Tokenizer) -> str:
+async def _grammar(
+    body: GenerateBody, model: ModelCard, checker: GrammarChecker, tokenizer: Tokenizer, tenant: str
+) -> str:
     """Return the grammar that the answers must match, or "" if any answer is allowed."""
     constraint = body.constraint()
     if constraint is None:
         return ""
     _check_can_end(body, model, constraint.param)
-    return await asyncio.get_running_loop().run_in_executor(checker.thread, constraint.grammar, checker, tokenizer)
+    return await checker.threads.run(tenant, constraint.grammar, checker, tokenizer)
 
 
 def _check_can_end(body: GenerateBody, model: ModelCard, param: str) -> None:
@@ -132,15 +144,15 @@ def check_ids(ids: list[int], model: ModelCard, param: str) -> None:
         raise RequestError(f"Token ids in `{param}` must be from 0 to {model.vocab_size - 1}.", param)
 
 
-async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, tenant: str) -> list[int]:
     """Return the token ids of a text. A long text is encoded on a worker thread."""
     if len(text) <= AT_ONCE:
         return tokenizer.encode(text, add_special_tokens)
-    return await run_in_thread(tokenizer.encode, text, add_special_tokens)
+    return await run_in_thread(tenant, tokenizer.encode, text, add_special_tokens)
 
 
 async def encode_chat(
-    tokenizer: Tokenizer, body: ChatBody | TokenizeBody, images: ImageReader | None
+    tokenizer: Tokenizer, body: ChatBody | TokenizeBody, images: ImageReader | None, tenant: str
 ) -> tuple[list[int], list[Media]]:
     """Return the token ids of a conversation, and its images. `images` is None if the model takes no images."""
     media: list[Media] = []
@@ -148,8 +160,9 @@ async def encode_chat(
         if images is None:
             text = "this model takes no images, or its directory has no preprocessor_config.json; send text only"
             raise RequestError(f"`{urls[0][0]}`: {text}.", urls[0][0], "unsupported_parameter")
-        media = await asyncio.get_running_loop().run_in_executor(images.thread, images.read, urls)
+        media = await images.threads.run(tenant, images.read, urls)
     tokens = await run_in_thread(
+        tenant,
         tokenizer.encode_chat,
         plain_messages(body.messages or (), tokenizer.syntax.id_form),
         add_generation_prompt=body.add_generation_prompt,
@@ -163,13 +176,13 @@ async def encode_chat(
 
 
 async def _encoded(
-    body: CompletionBody | ChatBody, model: ModelCard, tokenizer: Tokenizer, images: ImageReader | None
+    body: CompletionBody | ChatBody, model: ModelCard, tokenizer: Tokenizer, images: ImageReader | None, tenant: str
 ) -> tuple[list[list[int]], list[Media]]:
     """Return the token ids of each prompt, and the images of a conversation."""
     media: list[Media] = []
     if isinstance(body, ChatBody):
         check_tools(body, tokenizer.syntax)
-        tokens, media = await encode_chat(tokenizer, body, images)
+        tokens, media = await encode_chat(tokenizer, body, images, tenant)
         param, prompts = "messages", [tokens]
         if media and body.truncate_prompt_tokens is not None:
             text = "`truncate_prompt_tokens` is not supported with images; omit it and send fewer messages."
@@ -181,7 +194,7 @@ async def _encoded(
             least = tokenizer.least_tokens(prompt) if is_text and body.truncate_prompt_tokens is None else 0
             if least >= model.max_model_len:
                 raise _too_long(f"at least {least}", model, param)
-            prompts.append(await encode(tokenizer, prompt, body.add_special_tokens) if is_text else prompt)
+            prompts.append(await encode(tokenizer, prompt, body.add_special_tokens, tenant) if is_text else prompt)
     for ids in prompts:
         if not ids:
             raise RequestError("The prompt has no tokens.", param)

@@ -21,7 +21,7 @@ from router.http.asgi import ResponseWriter
 from router.http.bodies import Body, CacheSalt, CompletionBody, Priority, Prompt, TemplateArguments, Truncation, listed
 from router.http.generation import GenerationService
 from router.http.messages import StrictModel
-from router.http.parsing import cache_namespace, check_ids, encode, run_in_thread
+from router.http.parsing import THREADS, cache_namespace, check_ids, encode, run_in_thread
 from router.http.responses import dump
 from shared.errors import RequestError, UnavailableError
 from shared.limits import INT32_MAX
@@ -137,7 +137,8 @@ class PoolingApi:
     async def embeddings(self, body: EmbeddingBody, reply: ResponseWriter) -> None:
         """Handle POST /v1/embeddings."""
         self._check_embeds()
-        prompts = [await self._encoded(text, body, "input", body.add_special_tokens) for text in body.inputs]
+        tenant = reply.identity.tenant
+        prompts = [await self._encoded(text, body, "input", tenant, body.add_special_tokens) for text in body.inputs]
         name = f"embd-{token_hex(16)}"
         vectors = await self._vectors(prompts, body, name, reply)
         if body.dimensions is not None and body.dimensions > len(vectors[0]):
@@ -148,7 +149,7 @@ class PoolingApi:
             data = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
             return dump(self._list(name, body, data, prompts)).encode()
 
-        await reply.encoded_json(await asyncio.to_thread(encoded))
+        await reply.encoded_json(await THREADS.run(tenant, encoded))
 
     async def score(self, body: ScoreBody, reply: ResponseWriter) -> None:
         """Handle POST /v1/score."""
@@ -182,30 +183,32 @@ class PoolingApi:
     ) -> tuple[list[float], list[list[int]]]:
         """Return the score of each pair, and the prompts. For an embedding model, the score is the cosine of the two
         vectors."""
+        tenant = reply.identity.tenant
         if self._rule.kind != "logits":
             self._check_embeds()
             if body.instruction or body.chat_template_kwargs:
                 param = "instruction" if body.instruction else "chat_template_kwargs"
                 raise RequestError(f"`{param}` is for rerankers; this is an embedding model.", param)
-            prompts = [await self._encoded(text, body, "documents") for text in (*left, *right)]
+            prompts = [await self._encoded(text, body, "documents", tenant) for text in (*left, *right)]
             found = await self._vectors(prompts, body, name, reply)
             firsts = found[: len(left)] * (len(right) if len(left) == 1 else 1)
             pairs = zip(firsts, found[len(left) :], strict=True)
-            return await asyncio.to_thread(lambda: [_cosine(*pair) for pair in pairs]), prompts
+            return await THREADS.run(tenant, lambda: [_cosine(*pair) for pair in pairs]), prompts
         if body.truncate_prompt_tokens is not None:
             text = "`truncate_prompt_tokens` would cut the end of a reranker's template; shorten the documents."
             raise RequestError(text, "truncate_prompt_tokens")
         queries = left * (len(right) if len(left) == 1 else 1)
-        prompts = [await self._paired(*pair, body) for pair in zip(queries, right, strict=True)]
+        prompts = [await self._paired(*pair, body, tenant) for pair in zip(queries, right, strict=True)]
         logits = [one[0] - sum(one[1:]) for one in await self._vectors(prompts, body, name, reply)]
         return [_sigmoid(one) if body.use_activation else one for one in logits], prompts
 
-    async def _paired(self, query: str, document: str, body: PairBody) -> list[int]:
+    async def _paired(self, query: str, document: str, body: PairBody, tenant: str) -> list[int]:
         """Return the prompt for a reranker. Its chat template takes messages with the roles `query` and `document`."""
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         if body.instruction is not None:
             messages.insert(0, {"role": "system", "content": body.instruction})
         ids = await run_in_thread(
+            tenant,
             self._generation.tokenizer.encode_chat,
             messages,
             add_generation_prompt=self._rule.prompts,
@@ -213,7 +216,9 @@ class PoolingApi:
         )
         return self._fitting(ids, "documents")
 
-    async def _encoded(self, text: Any, body: PoolingBody, param: str, add_special_tokens: bool = True) -> list[int]:
+    async def _encoded(
+        self, text: Any, body: PoolingBody, param: str, tenant: str, add_special_tokens: bool = True
+    ) -> list[int]:
         """Return the token ids of an input. If the input is truncated, the special tokens at its end are kept."""
         await asyncio.sleep(0)  # let other requests run between the inputs
         tokenizer, room = self._generation.tokenizer, self._generation.model.max_model_len - 1
@@ -222,7 +227,7 @@ class PoolingApi:
         elif body.truncate_prompt_tokens is None and (least := tokenizer.least_tokens(text)) > room:
             raise self._too_long(f"at least {least}", param)
         else:
-            ids = await encode(tokenizer, text, add_special_tokens)
+            ids = await encode(tokenizer, text, add_special_tokens, tenant)
         limit = body.truncate_prompt_tokens
         limit = room if limit == -1 else limit
         if limit is not None and len(ids) > limit:

@@ -20,6 +20,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.fair_threads import FairThreads
 from router.text.child_process import ChildProcess, limit_process, questions, reply
 from shared.grammar import LIMITS, lark_grammar, one_line
 
@@ -41,12 +42,12 @@ class GrammarChecker(Collector):
     duration of the checks.
 
     The router's handlers share one checker, which owns the child process. `check` blocks for up to CHECK_S of the
-    child's CPU time, so callers run it on `thread`. If they ran it on asyncio's own threads, slow checks could occupy
-    all of these threads, and chats could not be tokenized.
+    child's CPU time, so callers run it on `threads`, which has one thread. If they ran it on the threads that
+    tokenize chats, slow checks could occupy all of these threads.
     """
 
     def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, "grammars")
+        self.threads = FairThreads(1, "grammars")
         self._lock = threading.Lock()
         self._child = ChildProcess("router.text.grammar_check")
         self._checked = lru_cache(REMEMBERED)(self._ask)

@@ -10,10 +10,10 @@ import contextlib
 import hashlib
 import io
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from router.fair_threads import FairThreads
 from router.text.child_process import ChildProcess, limit_process, questions, reply
 from shared.errors import RequestError
 from shared.images import ImageRules
@@ -41,13 +41,13 @@ class ImageReader:
     """Decodes the images of clients for one model.
 
     The router owns the reader, and the reader owns the child process. The child decodes one image at a time, each
-    within DECODE_S. `read` blocks, so callers run it on `thread`, which the router uses for nothing else.
+    within DECODE_S. `read` blocks, so callers run it on `threads`, which has one thread.
     """
 
     def __init__(self, rules: ImageRules, limits: ImageLimits = ImageLimits()) -> None:
         self.rules = rules
         self.limits = limits
-        self.thread = ThreadPoolExecutor(1, "images")
+        self.threads = FairThreads(1, "images")
         settings = {"rules": asdict(rules), "max_pixels": limits.pixels}
         self._child = ChildProcess("router.text.images", settings)
 

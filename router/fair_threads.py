@@ -1,0 +1,54 @@
+"""Threads that serve tenants in turn."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class FairThreads:
+    """A pool of threads. When a thread becomes free, it runs the next work of the next tenant (round robin), so that
+    one tenant with much work does not delay the others. The work of one tenant is started in order.
+
+    `submit` may be called on any thread.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, name)
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the first tenant is the next one
+
+    def submit(
+        self, tenant: str, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Future[Result]:
+        """Return a future for the result of `work`. A future that is cancelled before its turn is skipped."""
+        future = Future[Result]()
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append((future, lambda: work(*args, **kwargs)))
+        self._executor.submit(self._run_next)
+        return future
+
+    async def run(
+        self, tenant: str, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Run `work` on a thread, and return its result. If the caller is cancelled before its turn, it is skipped."""
+        return await asyncio.wrap_future(self.submit(tenant, work, *args, **kwargs))
+
+    def _run_next(self) -> None:
+        with self._lock:
+            tenant = next(iter(self._waiting))
+            queue = self._waiting.pop(tenant)
+            future, work = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue  # behind all other tenants
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the caller gets every error
+            future.set_exception(error)

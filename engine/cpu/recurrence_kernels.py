@@ -91,15 +91,54 @@ def norm_head(head: int, size: int, scale: float) -> None:
 
 
 @part
+def convolve_strip(
+    begin: int, end: int, inputs: int, stride: int, past: int, size: int, weight: int, bias: int, channels: int,
+    to: int, to_stride: int,
+) -> None:  # fmt: skip
+    """Compute two vectors of columns of `convolve_head` for four taps. Weights and earlier inputs stay in registers."""
+    more, tap, zero = 4 * LANES, 4 * channels, splat(0.0)
+    w0, w1, w2, w3 = load(weight), load(weight + tap), load(weight + 2 * tap), load(weight + 3 * tap)
+    weight += more
+    v0, v1, v2, v3 = load(weight), load(weight + tap), load(weight + 2 * tap), load(weight + 3 * tap)
+    b0, b1 = zero, zero
+    if bias:
+        b0, b1 = load(bias), load(bias + more)
+    first = input_at(inputs, stride, past, 3, size, begin - 3)
+    second = input_at(inputs, stride, past, 3, size, begin - 2)
+    third = input_at(inputs, stride, past, 3, size, begin - 1)
+    x0, x1, x2 = load(first), load(second), load(third)
+    y0, y1, y2 = load(first + more), load(second + more), load(third + more)
+    source, row = inputs + 4 * stride * begin, to
+    for _ in range(end - begin):
+        prefetch(source + 4 * stride * FETCHED_AHEAD)
+        prefetch(source + 4 * stride * FETCHED_AHEAD + more)
+        x3, y3 = load(source), load(source + more)
+        x = multiply_add(w3, x3, multiply_add(w2, x2, multiply_add(w1, x1, multiply_add(w0, x0, b0))))
+        y = multiply_add(v3, y3, multiply_add(v2, y2, multiply_add(v1, y1, multiply_add(v0, y0, b1))))
+        store(silu(x), row)
+        store(silu(y), row + more)
+        x0, x1, x2, y0, y1, y2 = x1, x2, x3, y1, y2, y3
+        source, row = source + 4 * stride, row + to_stride
+
+
+@part
 def convolve_head(
     begin: int, end: int, inputs: int, stride: int, past: int, kept: int, size: int, weight: int, bias: int,
     channels: int, to: int, to_stride: int, kind: int,
 ) -> None:  # fmt: skip
     """Convolve one head, apply silu, and store the results for tokens begin <= token < end. If the head is a query
     (`kind` 1) or a key (`kind` 2), also normalize it."""
+    done = 0
+    if kept == 3:
+        done = size // (2 * LANES) * (2 * LANES)
+        for at in range(0, 4 * done, 8 * LANES):
+            convolve_strip(
+                begin, end, inputs + at, stride, past + at, size, weight + at, bias + at if bias else 0, channels,
+                to + at, to_stride,
+            )  # fmt: skip
     for token in range(begin, end):
         row = to + to_stride * (token - begin)
-        for at in range(0, size, LANES):
+        for at in range(done, size, LANES):
             left = size - at
             prefetch(inputs + 4 * (stride * (token + FETCHED_AHEAD) + at))
             x = splat(0.0)
@@ -342,6 +381,7 @@ def norm_piece(
     for _ in range(count):
         for at in range(0, size, LANES):
             prefetch(gate + gate_stride * FETCHED_AHEAD + 4 * at)
+            prefetch(to + to_stride * FETCHED_AHEAD + 4 * at)
         norm_row(row, norms, to, size, epsilon)
         gate_row(to, gate, size)
         row, gate, to = row + stride, gate + gate_stride, to + to_stride

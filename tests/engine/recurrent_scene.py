@@ -19,9 +19,9 @@ from tests.gpu_less.contract import TensorMemory
 LENGTHS = (23, 1, 9)
 SPECS = {
     "delta": DeltaSpec(2, 4, 12, 20, 4),
-    "delta, a head wider than a tile": DeltaSpec(1, 1, 8, 72, 2),
-    "state space": SsmSpec(2, 6, 10, 16, 3),
-    "state space, no bias": SsmSpec(1, 2, 16, 9, 4, conv_bias=False),
+    "delta, a head wider than a tile": DeltaSpec(1, 1, 40, 72, 4),
+    "state space": SsmSpec(2, 6, 10, 40, 4),
+    "state space, no bias": SsmSpec(1, 2, 16, 9, 3, conv_bias=False),
 }
 
 

@@ -1,5 +1,7 @@
 """Recurrent layers on a CPU: the arguments of the numba kernels."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,8 @@ def recur(
     given = [pool.tensor.data_ptr(), *(one.data_ptr() for one in (*places, save_at)), places.shape[2], layer.first_unit]
     cu_q, threads = starts_of(batch).contiguous(), torch.get_num_threads()
     count = len(cu_q) - 1
-    zeros = torch.zeros((spec.conv - 1) * max(size for _, size in spec.parts))
-    sizes, out = empty(rows, spec.value_heads, 2), empty(rows, spec.inner)
+    zeros = _zeros((spec.conv - 1) * max(size for _, size in spec.parts))
+    sizes, out = empty(rows, 2, spec.value_heads), empty(rows, spec.inner)
     numba_kernels.step_sizes(
         4 * EXPONENTIAL * sizes.numel(), rows, spec.value_heads, steps.data_ptr(), steps.stride(0),
         layer.rates.data_ptr(), layer.step_bias.data_ptr(), sizes.data_ptr(), int(is_delta),
@@ -67,6 +69,11 @@ def sigmoid_gated(rows: Tensor, gate: Tensor) -> Tensor:
     assert rows.dtype == gate.dtype == torch.float32
     numba_kernels.sigmoid_mul(EXPONENTIAL * rows.numel(), *rows.shape, rows.data_ptr(), gate.data_ptr())
     return rows
+
+
+@cache
+def _zeros(count: int) -> Tensor:
+    return torch.zeros(count)
 
 
 def _units(layer: RecurrentLayer) -> Tensor:

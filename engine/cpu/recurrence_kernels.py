@@ -16,16 +16,17 @@ from engine.cpu.simd import (
     address_at,
     exponential,
     index_at,
+    larger,
     load,
     load_some,
     multiply_add,
     number_at,
     prefetch,
-    put_number,
     splat,
     store,
     store_some,
     total,
+    where_less,
 )
 
 VECTORS = 2  # vectors of columns in a tile: a tile with 128 rows fits into half of the first-level cache
@@ -38,6 +39,22 @@ FETCHED_AHEAD = 8  # distance in tokens from the computed token to the token who
 def silu(x: Any) -> Any:
     one = splat(1.0)
     return x / (one + exponential(splat(0.0) - x))
+
+
+@inlined
+def softplus(x: Any) -> Any:
+    """Return log(1 + e**x) (relative error: 2e-7)."""
+    y = exponential(where_less(x, splat(0.0), x, splat(0.0) - x))
+    # log(1 + y) = 2 artanh(s), where s is at most 1/3
+    s = y / (y + splat(2.0))
+    square = s * s
+    series = splat(2 / 13)
+    series = multiply_add(series, square, splat(2 / 11))
+    series = multiply_add(series, square, splat(2 / 9))
+    series = multiply_add(series, square, splat(2 / 7))
+    series = multiply_add(series, square, splat(2 / 5))
+    series = multiply_add(series, square, splat(2 / 3))
+    return multiply_add(multiply_add(series, square, splat(2.0)), s, larger(splat(0.0), x))
 
 
 @part
@@ -181,19 +198,21 @@ def convolve(values: Any) -> None:
 @kernel
 def step_sizes(values: Any) -> None:
     """Compute two factors for each token and head: the first multiplies the update, the second multiplies the state.
-    The first lines name the `values`. `target` is [rows, heads, 2]. `is_delta` is 1 if the layer has the delta rule."""
+    The first lines name the `values`. `target` is [rows, 2, heads]. `is_delta` is 1 if the layer has the delta rule."""
     rows, heads, steps, stride, rates, biases, target = (
         values[0], values[1], values[2], values[3], values[4], values[5], values[6]
     )  # fmt: skip
-    is_delta = values[7]
+    is_delta, one = values[7], splat(1.0)
     for row in range(thread_number(), rows, num_threads()):
-        for head in range(heads):
-            at = steps + 4 * (row * stride + head)
-            x = float(number_at(at + 4 * heads if is_delta else at)) + float(number_at(biases + 4 * head))
-            size = x if x > 20.0 else math.log1p(math.exp(x))
-            to = target + 8 * (row * heads + head)
-            put_number(1.0 / (1.0 + math.exp(-float(number_at(at)))) if is_delta else size, to)
-            put_number(math.exp(size * float(number_at(rates + 4 * head))), to + 4)
+        for head in range(0, heads, LANES):
+            at, to, left = steps + 4 * (row * stride + head), target + 4 * (2 * row * heads + head), heads - head
+            x = load_some(at + 4 * heads if is_delta else at, left, FLOAT32)
+            size = softplus(x + load_some(biases + 4 * head, left, FLOAT32))
+            strength = size
+            if is_delta:
+                strength = one / (one + exponential(splat(0.0) - load_some(at, left, FLOAT32)))
+            store_some(strength, to, left, FLOAT32)
+            store_some(exponential(size * load_some(rates + 4 * head, left, FLOAT32)), to + 4 * heads, left, FLOAT32)
 
 
 @part
@@ -257,7 +276,7 @@ def update(tile: int, query: int, key: int, next_key: int, value: int, to: int, 
 @part
 def recur_tokens(
     tile: int, count: int, query: int, key: int, value: int, stride: int, to: int, to_stride: int, sizes: int,
-    sizes_stride: int, size: int, left: int, skip: float, is_delta: int, saved: int, target: int, width: int,
+    heads: int, size: int, left: int, skip: float, is_delta: int, saved: int, target: int, width: int,
     ahead: int, ahead_stride: int, ahead_size: int,
 ) -> None:  # fmt: skip
     """Compute `count` tokens with one tile of a state. If `saved` is not 0, also copy the tile to `target`,
@@ -267,12 +286,12 @@ def recur_tokens(
     if is_delta:
         known = known_values(tile, key, size)
     for token in range(count):
-        at, step = stride * token, sizes + sizes_stride * token
+        at, step = stride * token, sizes + 8 * heads * token
         for line in range(0, 4 * ahead_size, 64):
             prefetch(ahead + ahead_stride * token + line)
         following = update(
             tile, query + at, key + at, key + at + stride if token + 1 < count else key, value + at,
-            to + to_stride * token, size, left, known, number_at(step), number_at(step + 4), skip,
+            to + to_stride * token, size, left, known, number_at(step), number_at(step + 4 * heads), skip,
         )  # fmt: skip
         if is_delta:
             known = following
@@ -311,7 +330,7 @@ def recur(values: Any) -> None:
                 tile, count, row + 4 * (query_at + keys), row + 4 * (key_at + keys),
                 row + 4 * (value_at + head * value_dim + column), 4 * channels,
                 target + 4 * ((start * heads + head) * value_dim + column), 4 * heads * value_dim,
-                sizes + 8 * (start * heads + head), 8 * heads, key_dim, value_dim - column,
+                sizes + 4 * (2 * start * heads + head), heads, key_dim, value_dim - column,
                 number_at(skips + 4 * head), 0, address_at(save_at + 8 * index) if kept >= 0 else 0,
                 pool + 4 * (kept + column), value_dim, 0, 0, 0,
             )  # fmt: skip
@@ -440,7 +459,7 @@ def delta(values: Any) -> None:
                     recur_tokens(
                         states + head * head_bytes + 4 * column * key_dim, end - begin, rows, rows + 4 * key_dim,
                         own + 4 * column, row_bytes, own + 4 * column, row_bytes,
-                        sizes + 8 * (row * heads + number), 8 * heads, key_dim,
+                        sizes + 4 * (2 * row * heads + number), heads, key_dim,
                         value_dim - column, 0.0, 1, here, pool + 4 * (kept_at + column), value_dim,
                         ahead, ahead_stride, ahead_size,
                     )  # fmt: skip

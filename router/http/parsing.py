@@ -190,6 +190,7 @@ async def _encoded(
     else:
         param, prompts = "prompt", []
         for prompt in body.prompts:
+            await asyncio.sleep(0)  # let other requests run between the prompts
             is_text = isinstance(prompt, str)
             least = tokenizer.least_tokens(prompt) if is_text and body.truncate_prompt_tokens is None else 0
             if least >= model.max_model_len:

@@ -14,7 +14,7 @@ from router.dispatch.requests import ModelCard
 from router.fair_threads import FairThreads
 from router.http import parsing
 from router.http.asgi import Identity
-from router.http.bodies import ChatBody, parse_body
+from router.http.bodies import ChatBody, CompletionBody, parse_body
 from router.http.parsing import build_requests, run_in_thread
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
@@ -81,6 +81,17 @@ async def test_many_chats_of_one_tenant_do_not_delay_another_tenant(held: HeldTh
     held.release.set()
     await asyncio.gather(*tasks)
     assert "one" in order[:3], order
+
+
+async def test_other_requests_run_between_the_prompts_of_a_request(byte_level: Tokenizer) -> None:
+    raw = json.dumps({"prompt": ["x"] * 50, "max_tokens": 1}).encode()
+    task = asyncio.create_task(build_requests(parse_body(CompletionBody, raw, "m"), MODEL, byte_level, "id"))
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert len(task.result()) == 50
+    assert turns >= 50
 
 
 async def test_a_timeout_reports_whether_the_work_began(held: HeldThreads, monkeypatch: pytest.MonkeyPatch) -> None:

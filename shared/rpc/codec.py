@@ -1,9 +1,11 @@
 """The msgpack codec of the control plane: a dataclass is encoded as an array of its fields, in order.
 
-If the array is shorter than the dataclass, the missing fields take their defaults. If the array is longer, the extra
-fields are skipped. Therefore, processes of successive versions can exchange messages. The decoder follows the types of
-the fields, and raises `DecodeError`, which names the field, at the first value of another type. Only this module
-imports msgpack.
+The last fields are omitted if they have their defaults; most tokens need three of their twelve fields. If the array is
+shorter than the dataclass, the missing fields take their defaults. If the array is longer, the extra fields are
+skipped. Therefore, processes of successive versions can exchange messages, as long as no default changes.
+
+The decoder follows the types of the fields, and raises `DecodeError`, which names the field, at the first value of
+another type. Only this module imports msgpack.
 """
 
 import types
@@ -49,12 +51,26 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def _as_array(message: object) -> list[Any]:
-    return [getattr(message, name) for name in _field_names(cast(Any, type(message)))]
+    kind = cast(Any, type(message))
+    names = _field_names(kind)
+    count = len(names)
+    for name, default in _defaults(kind):
+        if getattr(message, name) != default:
+            break
+        count -= 1
+    return [getattr(message, name) for name in names[:count]]
 
 
 @cache
 def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
+
+
+@cache
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Return the names and defaults of the fields that have a default, beginning with the last field."""
+    given = {one.name: one.default if one.default_factory is MISSING else one.default_factory() for one in fields(kind)}
+    return tuple((name, default) for name, default in reversed(given.items()) if default is not MISSING)
 
 
 class _Source:

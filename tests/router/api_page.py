@@ -56,7 +56,7 @@ Errors have OpenAI's format, `{"error": {"message", "type", "param", "code"}}`. 
 | 404 | the path, the model or the response is unknown |
 | 408 | the body did not arrive in time |
 | 413 | the body is too large |
-| 429 | the cluster is full; the header `retry-after` gives the seconds to wait |
+| 429 | the cluster is full, or too many requests of this tenant are being parsed; the header `retry-after` gives the seconds to wait |
 | 503 | no node is ready; the header `retry-after` gives the seconds to wait |
 
 An error that occurs during a stream is sent as the last event of the stream.

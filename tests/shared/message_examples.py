@@ -1,4 +1,4 @@
-"""An example of every control message, with its encoded bytes."""
+"""An example of every control message, with the encoded bytes of all its fields."""
 
 from shared.rpc.messages import (
     AcceptRequest,

@@ -17,8 +17,8 @@ from shared.rpc.messages import (
     NodeInfo,
     NodeStats,
     NodeUpdate,
-    PushedNotice,
     RenewReply,
+    ReserveReply,
     RouterCommand,
     StopRequest,
 )
@@ -55,7 +55,7 @@ async def over_a_relay() -> AsyncIterator[tuple[Proxy, RpcChannel]]:
 async def test_a_message_of_the_maximum_size_is_accepted_and_a_larger_one_is_refused() -> None:
     recorder = Recorder()
     async with serving(recorder.handlers(STOP)) as (_, address), connected(address) as channel:
-        overhead = len(b"\x93\xc6....\xa0\xa0")  # an array: bytes with a 32-bit length, and two empty strings
+        overhead = len(b"\x91\xc6....")  # an array of bytes with a 32-bit length
         largest = MAX_MESSAGE_BYTES - overhead
         assert (await STOP.call(channel, StopRequest(bytes(largest)), 30.0)).error == "StopRequest"
         with pytest.raises(PeerError):
@@ -77,11 +77,11 @@ async def test_a_reply_over_the_limit_is_a_peer_error() -> None:
 
 async def test_the_errors_of_both_sides_name_the_invalid_field() -> None:
     wrong_question = Rpc(STOP.path, RenewReply, Ack)
-    wrong_answer = Rpc(STOP.path, StopRequest, PushedNotice)
+    wrong_answer = Rpc(STOP.path, StopRequest, ReserveReply)
     async with serving(Recorder().handlers(STOP)) as (_, address), connected(address) as channel:
         with pytest.raises(PeerError, match=r"StopRequest\.reservation_id is str, not bytes"):
             await wrong_question.call(channel, RenewReply("error"), 5.0)
-        with pytest.raises(PeerError, match=r"PushedNotice\.reservation_id is str, not bytes"):
+        with pytest.raises(PeerError, match=r"ReserveReply\.reservation_id is str, not bytes"):
             await wrong_answer.call(channel, StopRequest(b""), 5.0)
 
 

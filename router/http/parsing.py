@@ -36,7 +36,8 @@ async def run_in_thread(
 ) -> Result:
     """Run `work` on a thread, so that it does not delay other requests. Tenants share the threads fairly.
 
-    After ENCODE_S seconds, raises RequestError, or UnavailableError if the work has not begun."""
+    Raises RequestError after ENCODE_S seconds, or UnavailableError if the work has not begun by then.
+    """
     future = THREADS.submit(tenant, work, *args, **kwargs)
     try:
         async with asyncio.timeout(ENCODE_S):

@@ -132,6 +132,7 @@ class StreamingClient(asyncio.Protocol):
         self._rows = rows
         self._delays = delays
         self._row: PacedRequest | None = None
+        self._rest = b""  # the beginning of an event whose end has not arrived
         self.transport: Any = None  # uvloop's transport has no type
 
     def connection_made(self, transport: Any) -> None:
@@ -140,6 +141,7 @@ class StreamingClient(asyncio.Protocol):
         transport.write(HEAD.format(len(body), body).encode())
 
     def data_received(self, data: bytes) -> None:
+        data, _, self._rest = (self._rest + data).rpartition(b"\n\n")
         count = data.count(b'"text":')
         if self._row is None:
             if not count:

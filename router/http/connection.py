@@ -31,6 +31,7 @@ PIECE_BYTES = 8 << 10  # number of bytes parsed at a time; a limit may be exceed
 MAX_CHUNKS = 10_000
 FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # limits on the bytes of chunk headers and trailers
 MAX_PIPELINED = 16  # maximum number of parsed requests that wait for earlier responses; further bytes are parsed later
+UNSENT_BYTES = 64 << 10  # maximum number of bytes that are collected for one system call
 CLOSE_S = 30.0  # how long a client may take to read the last response
 SPARE_FILES = 256  # number of file descriptors for everything except connections of clients
 
@@ -113,6 +114,7 @@ class HttpConnection(HttpToolsProtocol):
         self._was_answered = False
         self._under_way: deque[RequestResponseCycle] = deque()
         self._unparsed = b""
+        self._unsent = bytearray()
         self._in_head = self._in_body = self._is_leaving = False
         self._is_new = True  # no request has begun
         self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = self._num_chunks = 0
@@ -124,6 +126,7 @@ class HttpConnection(HttpToolsProtocol):
             self._watch()
         elif (oldest := self._waiting.oldest()) is not None:
             self._waiting.drop(oldest)
+            oldest._flush()
             oldest.transport.abort()
             self._watch()
         else:
@@ -238,7 +241,18 @@ class HttpConnection(HttpToolsProtocol):
         self._watch()
 
     def write(self, data: bytes) -> None:
-        self.transport.write(data)
+        """Write the data after the tasks that are ready now have run, so that tokens of one response that arrived
+        together need a single system call."""
+        if not self._unsent:
+            self.loop.call_soon(self._flush)
+        self._unsent += data
+        if len(self._unsent) > UNSENT_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, bytearray()
+        if unsent and not self.transport.is_closing():
+            self.transport.write(unsent)
 
     def is_closing(self) -> bool:
         return self._is_leaving or self.transport.is_closing()
@@ -248,6 +262,7 @@ class HttpConnection(HttpToolsProtocol):
         client."""
         if self._is_leaving:
             return
+        self._flush()
         self._is_leaving, self._unparsed = True, b""
         if not (self._in_head or self._in_body):
             self.transport.close()
@@ -277,6 +292,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._under_way:
             self._under_way[-1].keep_alive = False
         elif self._was_answered and not (self._in_head or self._in_body):
+            self._flush()
             self.transport.close()
         elif self._is_new:
             self._watch()
@@ -318,7 +334,7 @@ class HttpConnection(HttpToolsProtocol):
         lines = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
         broken = [cycle for cycle in self._under_way if self._in_body and cycle is self.cycle]
         if list(self._under_way) == broken and not any(cycle.response_started for cycle in broken):
-            self.transport.write(b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", response.body]))
+            self.write(b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", response.body]))
         self._abort()
         self._in_head = self._in_head or not self._in_body  # more invalid bytes may arrive
         self.close()

@@ -13,7 +13,8 @@ Result = TypeVar("Result")
 
 class FairThreads:
     """A pool of threads. When a thread becomes free, it runs the next work of the next tenant (round robin), so that
-    one tenant with much work does not delay the others. The work of one tenant is started in order.
+    one tenant with much work does not delay the others. The work of one tenant is started in order. Work that was
+    cancelled takes no turn and no memory.
 
     `submit` may be called on any thread.
     """
@@ -21,15 +22,17 @@ class FairThreads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(num_threads, name)
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the first tenant is the next one
+        # Each tenant's futures and work; the list is empty if the future was cancelled. The first tenant is next.
+        self._waiting: dict[str, deque[tuple[Future[Any], list[Callable[[], Any]]]]] = {}
 
     def submit(
         self, tenant: str, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Future[Result]:
         """Return a future for the result of `work`. A future that is cancelled before its turn is skipped."""
-        future = Future[Result]()
+        future, works = Future[Result](), [lambda: work(*args, **kwargs)]
+        future.add_done_callback(lambda _: works.clear())
         with self._lock:
-            self._waiting.setdefault(tenant, deque()).append((future, lambda: work(*args, **kwargs)))
+            self._waiting.setdefault(tenant, deque()).append((future, works))
         self._executor.submit(self._run_next)
         return future
 
@@ -41,14 +44,24 @@ class FairThreads:
 
     def _run_next(self) -> None:
         with self._lock:
-            tenant = next(iter(self._waiting))
-            queue = self._waiting.pop(tenant)
-            future, work = queue.popleft()
-            if queue:
-                self._waiting[tenant] = queue  # behind all other tenants
-        if not future.set_running_or_notify_cancel():
+            found = self._next()
+        if found is None:  # all other work was cancelled
             return
+        future, works = found
         try:
-            future.set_result(work())
+            future.set_result(works[0]())
         except BaseException as error:  # noqa: BLE001 - the caller gets every error
             future.set_exception(error)
+
+    def _next(self) -> tuple[Future[Any], list[Callable[[], Any]]] | None:
+        """Remove and return the next work that was not cancelled."""
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            queue = self._waiting.pop(tenant)
+            while queue:
+                future, works = queue.popleft()
+                if future.set_running_or_notify_cancel():
+                    if queue:
+                        self._waiting[tenant] = queue  # behind all other tenants
+                    return future, works
+        return None

@@ -9,7 +9,7 @@ from router.dispatch.requests import GenerationRequest, ModelCard
 from router.http.asgi import Identity, ResponseWriter
 from router.http.bodies import Body, ChatBody, CompletionBody
 from router.http.output import Output, RequestOutput
-from router.http.parsing import build_requests
+from router.http.parsing import before, build_requests
 from router.metrics.request_metrics import RequestMetrics
 from router.observer import RouterObserver
 from router.text.grammar_check import GrammarChecker
@@ -77,20 +77,21 @@ class GenerationService:
         traceparent: str = "",
         deadline: float | None = None,
     ) -> list[GenerationRequest]:
-        """Return a request for each prompt of the body. Raises RequestError."""
+        """Return a request for each prompt of the body. Raises RequestError, or UnavailableError at the deadline."""
         adapter = self.adapter_of(body)
-        return await build_requests(
-            body,
-            self.model,
-            self.tokenizer,
-            request_id,
-            traceparent,
-            identity,
-            deadline,
-            self.grammars,
-            adapter,
-            self.images,
-        )
+        async with before(deadline):
+            return await build_requests(
+                body,
+                self.model,
+                self.tokenizer,
+                request_id,
+                traceparent,
+                identity,
+                deadline,
+                self.grammars,
+                adapter,
+                self.images,
+            )
 
     def output(
         self, body: CompletionBody | ChatBody, request_id: str, requests: list[GenerationRequest], arrived: float

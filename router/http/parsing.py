@@ -4,10 +4,13 @@ import asyncio
 import hashlib
 import os
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
+from router.dispatch.admission import deadline_error
 from router.dispatch.requests import GenerationRequest, ModelCard
 from router.fair_threads import FairThreads
 from router.http.asgi import ANONYMOUS, Identity
@@ -47,6 +50,19 @@ async def run_in_thread(
             text = "Too many of your requests are being parsed or tokenized; try again soon."
             raise UnavailableError(text, status=429) from None
         raise RequestError("Parsing or tokenizing this request takes too long; send a shorter one.") from None
+
+
+@asynccontextmanager
+async def before(deadline: float | None) -> AsyncIterator[None]:
+    """Cancel the body of the `with` block at a request's deadline, and raise UnavailableError."""
+    timeout = asyncio.timeout(None if deadline is None else deadline - time.monotonic())
+    try:
+        async with timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise deadline_error() from None
 
 
 async def build_requests(
@@ -161,7 +177,7 @@ async def encode_chat(
         if images is None:
             text = "this model takes no images, or its directory has no preprocessor_config.json; send text only"
             raise RequestError(f"`{urls[0][0]}`: {text}.", urls[0][0], "unsupported_parameter")
-        media = await images.threads.run(tenant, images.read, urls)
+        media = await images.read(urls, tenant)
     tokens = await run_in_thread(
         tenant,
         tokenizer.encode_chat,

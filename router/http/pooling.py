@@ -21,7 +21,7 @@ from router.http.asgi import ResponseWriter
 from router.http.bodies import Body, CacheSalt, CompletionBody, Priority, Prompt, TemplateArguments, Truncation, listed
 from router.http.generation import GenerationService
 from router.http.messages import StrictModel
-from router.http.parsing import THREADS, cache_namespace, check_ids, encode, run_in_thread
+from router.http.parsing import THREADS, before, cache_namespace, check_ids, encode, run_in_thread
 from router.http.responses import dump
 from shared.errors import RequestError, UnavailableError
 from shared.limits import INT32_MAX
@@ -138,7 +138,10 @@ class PoolingApi:
         """Handle POST /v1/embeddings."""
         self._check_embeds()
         tenant = reply.identity.tenant
-        prompts = [await self._encoded(text, body, "input", tenant, body.add_special_tokens) for text in body.inputs]
+        async with before(reply.deadline):
+            prompts = [
+                await self._encoded(text, body, "input", tenant, body.add_special_tokens) for text in body.inputs
+            ]
         name = f"embd-{token_hex(16)}"
         vectors = await self._vectors(prompts, body, name, reply)
         if body.dimensions is not None and body.dimensions > len(vectors[0]):
@@ -189,7 +192,8 @@ class PoolingApi:
             if body.instruction or body.chat_template_kwargs:
                 param = "instruction" if body.instruction else "chat_template_kwargs"
                 raise RequestError(f"`{param}` is for rerankers; this is an embedding model.", param)
-            prompts = [await self._encoded(text, body, "documents", tenant) for text in (*left, *right)]
+            async with before(reply.deadline):
+                prompts = [await self._encoded(text, body, "documents", tenant) for text in (*left, *right)]
             found = await self._vectors(prompts, body, name, reply)
             firsts = found[: len(left)] * (len(right) if len(left) == 1 else 1)
             pairs = zip(firsts, found[len(left) :], strict=True)
@@ -198,23 +202,30 @@ class PoolingApi:
             text = "`truncate_prompt_tokens` would cut the end of a reranker's template; shorten the documents."
             raise RequestError(text, "truncate_prompt_tokens")
         queries = left * (len(right) if len(left) == 1 else 1)
-        prompts = [await self._paired(*pair, body, tenant) for pair in zip(queries, right, strict=True)]
+        async with before(reply.deadline):
+            prompts = await self._paired([*zip(queries, right, strict=True)], body, tenant)
         logits = [one[0] - sum(one[1:]) for one in await self._vectors(prompts, body, name, reply)]
         return [_sigmoid(one) if body.use_activation else one for one in logits], prompts
 
-    async def _paired(self, query: str, document: str, body: PairBody, tenant: str) -> list[int]:
-        """Return the prompt for a reranker. Its chat template takes messages with the roles `query` and `document`."""
-        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        if body.instruction is not None:
-            messages.insert(0, {"role": "system", "content": body.instruction})
-        ids = await run_in_thread(
-            tenant,
-            self._generation.tokenizer.encode_chat,
-            messages,
-            add_generation_prompt=self._rule.prompts,
-            arguments=body.chat_template_kwargs,
-        )
-        return self._fitting(ids, "documents")
+    async def _paired(self, pairs: list[tuple[str, str]], body: PairBody, tenant: str) -> list[list[int]]:
+        """Return a reranker's prompt for each pair of a query and a document. Its chat template takes messages with the
+        roles `query` and `document`."""
+
+        def encoded(query: str, document: str) -> list[int]:
+            messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+            if body.instruction is not None:
+                messages.insert(0, {"role": "system", "content": body.instruction})
+            return self._generation.tokenizer.encode_chat(
+                messages, add_generation_prompt=self._rule.prompts, arguments=body.chat_template_kwargs
+            )
+
+        def encoded_all(some: list[tuple[str, str]]) -> list[list[int]]:
+            return [encoded(*pair) for pair in some]
+
+        rows: list[list[int]] = []
+        for first in range(0, len(pairs), AT_ONCE):
+            rows += await run_in_thread(tenant, encoded_all, pairs[first : first + AT_ONCE])
+        return [self._fitting(ids, "documents") for ids in rows]
 
     async def _encoded(
         self, text: Any, body: PoolingBody, param: str, tenant: str, add_special_tokens: bool = True

@@ -41,7 +41,7 @@ class ImageReader:
     """Decodes the images of clients for one model.
 
     The router owns the reader, and the reader owns the child process. The child decodes one image at a time, each
-    within DECODE_S. `read` blocks, so callers run it on `threads`, which has one thread.
+    within DECODE_S. Requests wait on `threads`, which has one thread, and take a turn for each image.
     """
 
     def __init__(self, rules: ImageRules, limits: ImageLimits = ImageLimits()) -> None:
@@ -51,7 +51,7 @@ class ImageReader:
         settings = {"rules": asdict(rules), "max_pixels": limits.pixels}
         self._child = ChildProcess("router.text.images", settings)
 
-    def read(self, urls: Sequence[tuple[str, str]]) -> list[Media]:
+    async def read(self, urls: Sequence[tuple[str, str]], tenant: str = "") -> list[Media]:
         """Decode the images in data URLs. `urls` lists each image's parameter and URL. `placed` sets the offsets.
 
         Raises RequestError if a URL has no image that the model takes, or if there are too many images or pixels. The
@@ -62,7 +62,7 @@ class ImageReader:
             raise RequestError(text, "messages", "invalid_value")
         media: list[Media] = []
         for param, url in urls:
-            media.append(self._read(param, url))
+            media.append(await self.threads.run(tenant, self._read, param, url))
             if sum(len(one.pixels) for one in media) > MAX_IMAGE_BYTES:
                 text = f"Resized for the model, the images in `messages` exceed {MAX_IMAGE_BYTES // 3:,} pixels."
                 raise RequestError(f"{text} Send fewer or smaller images.", "messages", "invalid_value")

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
@@ -15,9 +17,13 @@ from router.fair_threads import FairThreads
 from router.http import parsing
 from router.http.asgi import Identity
 from router.http.bodies import ChatBody, CompletionBody, parse_body
+from router.http.generation import GenerationService
 from router.http.parsing import build_requests, run_in_thread
+from router.metrics.request_metrics import RequestMetrics
+from router.observer import RouterObserver
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
+from tests.router.scripted import ScriptedDispatcher
 
 MODEL = ModelCard("m", max_model_len=4000, vocab_size=330, eos_ids=frozenset({2}))
 
@@ -64,6 +70,39 @@ def test_cancelled_work_is_skipped_and_errors_reach_the_caller() -> None:
         skipped.result(60)
     with pytest.raises(ZeroDivisionError):
         failed.result(60)
+
+
+def test_cancelled_work_takes_no_turn_and_no_memory() -> None:
+    threads, done = HeldThreads(), list[str]()
+
+    class Body:
+        pass
+
+    body = Body()
+    freed = weakref.ref(body)
+    for _ in range(20):
+        assert threads.submit("a", id, body).cancel()
+    del body
+    assert freed() is None
+    futures = [threads.submit(tenant, done.append, tenant) for tenant in "bbba"]
+    threads.release.set()
+    for future in futures:
+        future.result(60)
+    assert done == ["a", "b", "b", "b"], "the turn of `a` came before `b` had work"
+
+
+async def test_the_deadline_applies_while_a_request_waits_for_a_thread(byte_level: Tokenizer) -> None:
+    service = GenerationService(
+        ScriptedDispatcher(lambda *_: []), byte_level, MODEL, RouterObserver(), RequestMetrics("m")
+    )
+    threads = HeldThreads()
+    service.grammars.threads = threads
+    raw = json.dumps({"prompt": "x", "response_format": {"type": "json_object"}}).encode()
+    body = parse_body(CompletionBody, raw, "m")
+    with pytest.raises(UnavailableError) as late:
+        await service.build(body, "id", Identity("a"), deadline=time.monotonic() + 0.05)
+    threads.release.set()
+    assert late.value.status == 504
 
 
 async def test_many_chats_of_one_tenant_do_not_delay_another_tenant(held: HeldThreads, byte_level: Tokenizer) -> None:

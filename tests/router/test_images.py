@@ -1,9 +1,11 @@
 """Test how a router reads images: it refuses bad images, and computes the same pixels and tokens as transformers."""
 
+import asyncio
 import base64
 import io
 import json
 import struct
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from PIL import Image
 
 from router.dispatch.requests import ModelCard
+from router.fair_threads import FairThreads
 from router.http.anthropic import MessagesBody
 from router.http.anthropic import named_parameters as of_anthropic
 from router.http.bodies import ChatBody, parse_body, validated
@@ -23,6 +26,7 @@ from router.text.images import ImageLimits, ImageReader
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
 from shared.images import ImageRules, read_image_rules
+from shared.rpc.messages import Media
 from tests.engine.image_models import CONFIGS, IMAGE, is_qwen, picture, processor, write_files
 
 MODEL = ModelCard("m", 4096, 2056, frozenset())
@@ -161,12 +165,12 @@ async def test_the_name_of_an_image_token_in_a_text_is_text(qwen) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_pixels_are_those_of_the_processor_of_transformers(name: str, tmp_path: Path) -> None:
+async def test_pixels_are_those_of_the_processor_of_transformers(name: str, tmp_path: Path) -> None:
     _, reader = loaded(name, tmp_path)
     oracle = processor(name)
     for seed, (width, height) in enumerate([(40, 24), (3, 70), (33, 33), (120, 90), (5, 5)]):
         image = picture(seed, width, height)
-        (found,) = reader.read([("x", encoded(Image.fromarray(image)))])
+        (found,) = await reader.read([("x", encoded(Image.fromarray(image)))])
         pixels = np.frombuffer(found.pixels, np.uint8).reshape(found.height, found.width, 3)
         ours = oracle([pixels], do_resize=False, return_tensors="np", input_data_format="channels_last")
         theirs = oracle([image], return_tensors="np", input_data_format="channels_last")
@@ -175,23 +179,42 @@ def test_pixels_are_those_of_the_processor_of_transformers(name: str, tmp_path: 
             assert theirs["image_grid_thw"].tolist() == [[1, 2 * found.rows, 2 * found.columns]]
 
 
-def test_transparent_and_rotated_images(qwen) -> None:
+async def test_the_images_of_a_request_take_a_turn_each(qwen, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, release, order = qwen[1], threading.Event(), list[str]()
+
+    def read(_: str, url: str) -> Media:
+        order.append(url)
+        return Media(0, 1, 1, b"", 1, 1)
+
+    monkeypatch.setattr(reader, "_read", read)
+    monkeypatch.setattr(reader, "threads", FairThreads(1, "images"))
+    reader.threads.submit("", release.wait, 60)
+    requests = [
+        asyncio.create_task(reader.read([("x", url)] * 9, tenant)) for tenant, url in (("a", "many"), ("b", "one"))
+    ]
+    await asyncio.sleep(0)
+    release.set()
+    await asyncio.gather(*requests)
+    assert order[:4] in (["many", "one"] * 2, ["one", "many"] * 2)
+
+
+async def test_transparent_and_rotated_images(qwen) -> None:
     image = Image.fromarray(picture(3, 40, 24))
     clear = image.convert("RGBA")
     clear.putalpha(0)
-    (white,) = qwen[1].read([("x", encoded(clear))])
+    (white,) = await qwen[1].read([("x", encoded(clear))])
     assert set(white.pixels) == {255}
     turned = Image.Exif()
     turned[0x0112] = 6
-    (rotated,) = qwen[1].read([("x", encoded(image, "WEBP", lossless=True, exif=turned))])
-    (expected,) = qwen[1].read([("x", encoded(image.rotate(-90, expand=True)))])
+    (rotated,) = await qwen[1].read([("x", encoded(image, "WEBP", lossless=True, exif=turned))])
+    (expected,) = await qwen[1].read([("x", encoded(image.rotate(-90, expand=True)))])
     assert rotated == expected
 
 
-def test_grey_images_with_16_bits_are_not_clipped(qwen) -> None:
+async def test_grey_images_with_16_bits_are_not_clipped(qwen) -> None:
     image = picture(3, 40, 24)[..., 0]
-    (found,) = qwen[1].read([("x", encoded(Image.fromarray(image.astype(np.uint16) * 256)))])
-    (expected,) = qwen[1].read([("x", encoded(Image.fromarray(image)))])
+    (found,) = await qwen[1].read([("x", encoded(Image.fromarray(image.astype(np.uint16) * 256)))])
+    (expected,) = await qwen[1].read([("x", encoded(Image.fromarray(image)))])
     assert found == expected
 
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from router.dispatch.requests import GenerationRequest, PoolingRule, TokenStream
+from router.http import pooling
 from router.text.chat_template import ChatTemplate
 from router.text.pooling_rule import read_pooling
 from router.text.tokenizer import Tokenizer
@@ -94,6 +95,15 @@ async def test_cut_embeddings_are_normalized_and_ranks_are_in_order() -> None:
         assert [sorted(one) for one in answer["results"]] == [["index", "relevance_score"]] * 2
         assert [one["index"] for one in answer["results"]] == [0, 1]
         assert answer["usage"]["total_tokens"] > 3
+
+
+async def test_documents_are_tokenized_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooling, "AT_ONCE", 2)
+    body = {"text_1": "query", "text_2": ["a", "bb", "ccc", "dddd", "eeeee"]}
+    async with serving(RANKS, (1.0, 0.0)) as client:
+        answer = (await client.post("/v1/score", json=body)).json()
+    assert [one["index"] for one in answer["data"]] == [0, 1, 2, 3, 4]
+    assert answer["usage"]["prompt_tokens"] == 5 * len("queryquerydocument") + 15
 
 
 class CountingDispatcher(ScriptedDispatcher):

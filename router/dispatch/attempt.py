@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from router.dispatch.admission import AdmissionQueue, QueueEntry
 from router.dispatch.requests import GenerationRequest
-from router.nodes.connection import NodeConnection
+from router.nodes.connection import ANY_VERSION, ModelVersion, NodeConnection
 from router.nodes.load import LoadCharge
 from shared import failpoints
 from shared.errors import RequestError, UnavailableError
@@ -43,6 +43,7 @@ class SampleState:
 
     index: int
     tokens: list[int] = field(default_factory=list)
+    version: ModelVersion = ANY_VERSION  # of the decode node of the last attempt
     outcome: str = ""  # "" until the sample has ended
     is_paused: bool = False  # the sample holds no slot, because its client does not read
     attempt: "Attempt | None" = None  # the current attempt
@@ -65,6 +66,7 @@ class AdmittedRequest:
         self.entry = entry
         self.samples = [SampleState(index) for index in range(request.n)]
         self.samples[0].tokens += request.generated
+        self.samples[0].version = request.version
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
         self.prompt_node: NodeConnection | None = None  # the prefill node that computed the prompt, if any
         self.sharers = Counter[int]()  # see `LoadCharge`

@@ -22,7 +22,7 @@ from router.dispatch.failover import Failover, RetryBudget, inexact_reason
 from router.dispatch.requests import GenerationRequest, TokenStream, is_refusal
 from router.dispatch.rules import DispatchRules
 from router.metrics.request_metrics import SlidingCounts
-from router.nodes.connection import ANY_VERSION, NodeConnection
+from router.nodes.connection import ANY_VERSION, ModelVersion, NodeConnection
 from router.nodes.load import kv_capacity_tokens
 from router.nodes.placement import PlacementCandidate, needs_peer
 from router.nodes.pool import NodePool
@@ -259,13 +259,16 @@ class Dispatcher:
                 source = None
             source = source if source in self._pool.routable()[0] else None
             self._record_placement(attempt, Placement(source.info.id if source else None, sibling.info.id, "sibling"))
+            attempt.sample.version = sibling.version
             attempt.begin(source, sibling)
             return
 
-        has_tokens = any(each.tokens for each in admitted.samples)  # all tokens must come from the same version
+        # All tokens of a sample must come from one version, and all samples of a request if nodes with it are left.
+        has_tokens = any(each.tokens for each in admitted.samples)
+        wanted = [attempt.sample.version] if attempt.sample.tokens else [request.version] * has_tokens + [ANY_VERSION]
         spans = [MediaSpan(one.offset, one.rows, one.columns, one.digest) for one in request.media]
 
-        def choose() -> PlacementCandidate | None:
+        def choose(version: ModelVersion) -> PlacementCandidate | None:
             return self._pool.choose(
                 attempt.id,
                 row,
@@ -274,12 +277,12 @@ class Dispatcher:
                 self._rules.disaggregate,
                 failover.prefix_node,
                 request.adapter,
-                request.version if has_tokens else ANY_VERSION,
+                version,
                 spans,
                 len(request.prompt) + request.max_tokens,
             )
 
-        candidate = await self._wait_for(choose, WAIT_UNDER_WAY_S)
+        candidate = await self._wait_for(lambda: next(filter(None, map(choose, wanted)), None), WAIT_UNDER_WAY_S)
         placement = candidate.placement
         nodes = self._pool.connections
         prefill: NodeConnection | None = nodes.get(placement.prefill or "")
@@ -293,7 +296,7 @@ class Dispatcher:
             self.arrivals.add("cached", candidate.cached_tokens)
         self._record_placement(attempt, placement)
         self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
-        request.version = decode.version
+        request.version = attempt.sample.version = decode.version
         attempt.begin(prefill, decode, candidate.cached_tokens)
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:

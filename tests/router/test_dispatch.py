@@ -728,6 +728,38 @@ async def test_a_request_without_tokens_may_start_again_on_another_revision_of_t
     here.check_over()
 
 
+async def test_later_samples_may_start_on_another_revision_if_no_node_with_the_first_is_left() -> None:
+    """Sample 0 continues on a node that drains, and later on a new node with the same revision."""
+    here = stage("d0 d1 d2")
+    versions(here, d0="old", d1="new", d2="old")
+    for name in ("d1", "d2"):
+        here.nodes[name].info = replace(here.nodes[name].info, state="starting")
+    here.fleet.notify()
+    run = await here.submit(n=2)
+    _, first, submit = here.attempt(0)
+    assert first.info.id == "d0"
+    for name, state in (("d0", "draining"), ("d1", "ready")):
+        here.nodes[name].info = replace(here.nodes[name].info, state=state)
+    here.fleet.notify()
+    first.send(token(submit.id, 0))
+    await settle()
+    _, second, other = here.attempt(0, sample=1)
+    assert second.info.id == "d1"
+    first.die()
+    await settle()
+    assert len(here.sent()) == 2, "sample 0 has tokens of the old revision, so it waits"
+    here.nodes["d2"].info = replace(here.nodes["d2"].info, state="ready")
+    here.fleet.notify()
+    await settle()
+    _, third, again = here.attempt(1)
+    assert third.info.id == "d2"
+    third.send(*generated(again.id, 1))
+    second.send(*generated(other.id))
+    pieces = await collect(run)
+    assert tokens_of(pieces) == tokens_of(pieces, 1) == ANSWER
+    here.check_over()
+
+
 async def test_a_request_with_tokens_stays_on_its_build_while_that_has_nodes() -> None:
     here = stage("d0 d1 d2 d3", max_attempts=6)
     versions(here, d0="m/1", d1="m/1", d2="m/2", d3="m/2")

@@ -7,6 +7,7 @@ ones are dropped. If it has too many unread deltas, its stream is closed and its
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -218,11 +219,12 @@ class RouterSessions:
         If the node receives handoffs, also wait for the requests that routers have placed on it and that other nodes
         have not yet handed over.
         """
-        streams = self._streams.values()
+        streams, until_s = self._streams.values(), time.monotonic() + timeout_s
         if receives:
             await wait_until(lambda: all(each.has_seen_drain for each in streams), min(DRAIN_SEEN_S, timeout_s))
         await wait_until(
-            lambda: have_ended() and not (receives and any(each.awaits_handoffs for each in streams)), timeout_s
+            lambda: have_ended() and not (receives and any(each.awaits_handoffs for each in streams)),
+            until_s - time.monotonic(),
         )
 
     async def flush(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 from dashboard.step_ring import members_of
 from engine.runner import SliceOutput
 from engine.step_time_fit import StepTiming
+from node import router_sessions
 from node.node import Node
 from node.output_publisher import OutputPublisher
 from node.recorder import SchedulerSnapshot, StepRecorder
@@ -308,3 +309,17 @@ async def test_a_router_gets_records_and_repeated_stats_only_if_it_wants_them() 
     await serving
     publishing.cancel()
     await sessions.close()
+
+
+async def test_a_drain_takes_no_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a router never reports that it knows of the drain, as one of the version before."""
+    waits = list[float]()
+
+    async def wait(_: object, timeout_s: float) -> None:
+        waits.append(timeout_s)
+
+    monkeypatch.setattr(router_sessions, "wait_until", wait)
+    monkeypatch.setattr(router_sessions, "time", mock.Mock(monotonic=lambda: sum(waits)))
+    await RouterSessions(StepRecorder()).wait_until_ended(lambda: False, 3.0, receives=True)
+    assert sum(waits) == pytest.approx(3.0)
+    assert len(waits) == 2

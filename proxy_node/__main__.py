@@ -150,6 +150,7 @@ class ProxyProcess:
 
     def _info(self, facts: EngineFacts, found: str, resumed: str) -> NodeInfo:
         settings, step = self.settings, self.steps.latest if self.steps is not None else None
+        max_num_seqs = settings.max_num_seqs if step is None else step.max_num_seqs
         return NodeInfo(
             id=settings.id or default_id(settings.role),
             incarnation_id=secrets.token_hex(16),
@@ -161,13 +162,14 @@ class ProxyProcess:
             block_bytes=facts.block_bytes,
             num_blocks=facts.num_blocks,
             max_model_len=self.max_model_len,
-            max_num_seqs=settings.max_num_seqs if step is None else step.max_num_seqs,
+            max_num_seqs=max_num_seqs,
             version=package_version(),
             attributes={
                 "engine": f"{facts.kind} {facts.version}",
                 "engine_url": settings.engine,
                 "connector": found or "none",
                 "resumes": resumed,
+                "max_num_seqs": str(max_num_seqs),
                 "max_step_tokens": str(STEP_TOKENS if step is None else step.max_step_tokens),
             }
             | PAIRED.get(facts.role, {}),

@@ -146,7 +146,7 @@ def test_the_router_predicts_and_shows_the_steps_of_engines(tmp_path: Path) -> N
 
         wait_for(is_learnt, "the durations are learnt")
         facts = cluster.nodes()["prefill-0"]["facts"]
-        assert facts["max_step_tokens"] == "4096"
+        assert (facts["max_step_tokens"], facts["max_num_seqs"]) == ("4096", "32")
         before = cluster.status()["placements"]
         cluster.complete([99, *range(500)], 12)
         after = cluster.status()["placements"]

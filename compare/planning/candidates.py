@@ -32,7 +32,6 @@ from simulator.routed import SimulatedRequest
 REFERENCE_RATE = 1.0  # requests/s at which traffic is drawn; for other rates, the arrival times are scaled
 MOST_REQUESTS = 20_000  # number of requests that are drawn for each seed; no run has more
 LEAST_S = 1e-9  # minimum estimate of the GPU time of a prompt or an answer; it prevents a division by zero
-TYPICAL_BATCH = 64  # estimates assume at most this many decodes in a step
 DEFAULT_TRAFFIC = "chat"
 PLACES = ("live", "emulated")  # values of --validate
 VARIED = {"policy": "--policies", "max_num_batched_tokens": "--budgets"}  # settings in which candidates differ
@@ -147,7 +146,7 @@ class Simulations:
 
     def request_s(self, slo: LatencySlo, lengths: Lengths = SAME) -> tuple[float, float, float]:
         """Return three estimates in seconds: the GPU time of a prompt, the GPU time of an answer, and the duration of
-        an answer. They assume as many decodes in a step as the SLO allows, up to TYPICAL_BATCH."""
+        an answer. They assume as many decodes in a step as the SLO and the limits of a node allow."""
         prompt, answer = (mean * factor for mean, factor in zip(self.mean_lengths, lengths, strict=True))
         cost = self.device.cost
         prompt_s = max(LEAST_S, cost.per_token * prompt + cost.per_pair * prompt**2 / 2)
@@ -156,7 +155,9 @@ class Simulations:
             work = StepWork(num_decodes=batch, decode_context=round(batch * (prompt + answer / 2)))
             return cost.seconds(work) + self.device.times.step_s + batch * self.device.times.slice_s
 
-        batch = max((each for each in range(1, TYPICAL_BATCH + 1) if 1000 * step_s(each) <= slo.tbt_ms), default=1)
+        plan = self.plan("colocated:1")
+        most = min(plan.max_num_seqs, int(plan.kv_tokens / (prompt + answer)))
+        batch = max((each for each in range(1, most + 1) if 1000 * step_s(each) <= slo.tbt_ms), default=1)
         return prompt_s, max(LEAST_S, answer * step_s(batch) / batch), answer * step_s(batch)
 
     def first_rate(self, arm: str, slo: LatencySlo, lengths: Lengths = SAME) -> float:

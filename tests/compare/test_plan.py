@@ -100,10 +100,8 @@ def test_the_ratio_follows_the_traffic(
 ) -> None:
     """Long prompts with short answers need prefill nodes; short prompts with long answers need decode nodes."""
     file = trace(tmp_path / "trace.jsonl", prompt, answer)
-    assert (
-        run_plan(PlanOptions(trace=file, price=3.0, out=tmp_path / "out", workers=1, set=["max_num_seqs=4"], **SMALL))
-        == 0
-    )
+    few = SMALL | {"requests": 200, "set": ["max_num_seqs=4"]}
+    assert run_plan(PlanOptions(trace=file, price=3.0, out=tmp_path / "out", workers=1, **few)) == 0
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     splits = [each["arm"] for each in plan["candidates"] if each["arm"].startswith("disaggregated")]
     assert len(plan["candidates"]) == 3

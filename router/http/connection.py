@@ -133,6 +133,9 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(UnavailableError("Too many open connections."))
             transport.close()  # do not wait for the client, so that rejected connections do not accumulate
 
+    def eof_received(self) -> None:
+        self._flush()  # because the transport closes after this
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_leaving, self._unparsed = True, b""
         self._unset_keepalive_if_required()

@@ -344,6 +344,8 @@ class JsonEndpoint:
             await while_connected(receive, self._handle(raw, reply))
         except ClientDisconnect:
             return
+        except asyncio.CancelledError:  # the router drains, and --drain-timeout-s has passed
+            await reply.fail(UnavailableError("The router was shut down; try again.", code="shutting_down"))
         except Exception as error:  # noqa: BLE001 - every request gets a response
             await reply.fail(error)
         finally:

@@ -218,10 +218,18 @@ def _copy(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def items_with_ids(items: Sequence[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    """Return the input items, each with an id, as /input_items lists them."""
+    """Return the input items, each with an id, as /input_items lists them. Texts become lists of parts."""
     prefixes = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+    digests = [hashlib.sha256(f"{response_id}.in.{number}".encode()).hexdigest() for number in range(len(items))]
     return [
-        {"id": f"{prefixes[item['type']]}_{hashlib.sha256(f'{response_id}.in.{number}'.encode()).hexdigest()[:32]}"}
-        | item
-        for number, item in enumerate(items)
+        {"id": f"{prefixes[item['type']]}_{digest[:32]}"} | _with_parts(item)
+        for item, digest in zip(items, digests, strict=True)
     ]
+
+
+def _with_parts(item: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(text := item.get("content"), str):
+        return item
+    if item["role"] == "assistant":
+        return item | {"content": [{"type": "output_text", "text": text, "annotations": []}]}
+    return item | {"content": [{"type": "input_text", "text": text}]}

@@ -88,6 +88,8 @@ async def test_a_stored_response_can_be_read_continued_and_deleted(client, herme
     items = [item async for item in own.responses.input_items.list(second.id, order="asc", limit=1)]
     assert [item.type for item in items] == ["message", "reasoning", "message", "message"]
     assert len({item.id for item in items}) == 4
+    texts = [(item.content[0].type, item.content[0].text) for item in items if item.type == "message"]
+    assert texts == [("input_text", "Hello?"), ("output_text", "Fine."), ("input_text", "And you?")]
     await own.responses.delete(first.id)
     for call in (own.responses.retrieve, own.responses.delete, own.responses.input_items.list):
         with pytest.raises(openai.NotFoundError):

@@ -11,9 +11,12 @@ def main() -> int:
     """
     here = Path(__file__).resolve().parent
     sys.path.insert(0, str(here if (here / "cluster").is_dir() else here.parent))
-    from cluster.cli import main as run
+    try:
+        from cluster.cli import main as run
 
-    return run()
+        return run()
+    except KeyboardInterrupt:  # before the command handles Ctrl-C itself
+        return 130
 
 
 if __name__ == "__main__":

@@ -223,17 +223,19 @@ def _nodes(status: Document) -> str:
 
 
 def _fingerprints(status: Document) -> str:
-    """Check that all nodes have the same fingerprint. Nodes with different fingerprints serve requests, but do not
-    exchange KV."""
-    nodes = _members(status)
-    prints = [node["fingerprint"] for node in nodes]
-    expected = max(sorted(set(prints)), key=prints.count, default="")
-    if others := [f"{node['id']}: {node['fingerprint']}" for node in nodes if node["fingerprint"] != expected]:
-        raise CheckWarning(
-            f"{'; '.join(others)}; the other nodes have {expected} and do not exchange KV with these nodes; unless you "
-            "are changing the model or Baton, give all nodes the same model, --model-impl, dtype and block size"
-        )
-    return f"all {expected}"
+    """Check that all nodes of a model have the same fingerprint. Nodes with different fingerprints serve requests, but
+    do not exchange KV."""
+    found = []
+    for model in status.get("models", [None]):
+        nodes = [node for node in _members(status) if model is None or node["model"] == model]
+        prints = [node["fingerprint"] for node in nodes]
+        found.append(max(sorted(set(prints)), key=prints.count, default=""))
+        if others := [f"{node['id']}: {node['fingerprint']}" for node in nodes if node["fingerprint"] != found[-1]]:
+            raise CheckWarning(
+                f"{'; '.join(others)}; the other nodes have {found[-1]} and do not exchange KV with these nodes; "
+                "unless you are changing the model or Baton, give them the same model, --model-impl, dtype, block size"
+            )
+    return f"all {', '.join(found)}"
 
 
 def _blocks(status: Document) -> str:
@@ -303,6 +305,8 @@ async def _replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
                 started = starting[number] if together else stack.start()
                 yield await examine(stack.arm.name, partial(_answered, stack, started, answers))
         finally:
+            for start in starting:
+                start.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
             await asyncio.gather(*(stack.end() for stack in stacks))
     if len(answers) > 1:

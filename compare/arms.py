@@ -102,14 +102,17 @@ def parse_settings(source: str, text: str) -> dict[str, str]:
     return settings
 
 
-def parse_arms(texts: Sequence[str], common: Sequence[str] = (), *, unequal: bool = False) -> list[Arm]:
+def parse_arms(
+    texts: Sequence[str], common: Sequence[str] = (), *, unequal: bool = False, has_control: bool = False
+) -> list[Arm]:
     """Parse the arms. `common` are settings of all arms, each as SETTING=VALUE. Raises ConfigError if there are fewer
-    than two arms, if two arms are equal, or if their numbers of devices differ and `unequal` is not set."""
-    shared = parse_settings("--set", ",".join(common))
+    than two arms and no control, if two arms are equal, or if their numbers of devices differ and `unequal` is not set.
+    """
     if any("=" not in text for text in common):
         raise ConfigError("--set: write SETTING=VALUE, as in --set max_num_seqs=32")
+    shared = parse_settings("--set", ",".join(common))
     arms = [parse_arm(text, shared) for text in texts]
-    if len(arms) < 2:
+    if len(arms) < 2 and not has_control:
         raise ConfigError("--arms: a comparison needs two arms or more; to compare one with itself, add --control")
     for number, arm in enumerate(arms):
         if arm.name in {other.name for other in arms[:number]}:

@@ -236,7 +236,8 @@ def vocab_size(options: CompareOptions) -> int:
 def _arms_of(options: CompareOptions) -> list[Arm]:
     if not options.url:
         given = [*options.arms, *options.more_arms] or list(DEFAULT_ARMS)
-        arms, urls = parse_arms(given, options.set, unequal=options.unequal), engines_of(options)
+        arms = parse_arms(given, options.set, unequal=options.unequal, has_control=options.control)
+        urls = engines_of(options)
         if urls and len(urls) != (most := max(arm.devices for arm in arms)):
             raise ConfigError(f"--engines: {len(urls)} servers, but the arms have {most} devices: give {most} servers")
         return arms

@@ -121,7 +121,7 @@ async def _serve(
                 await each.pool.start()
                 cleanup.push_async_callback(each.pool.close)
         except OSError as error:
-            print(f"router: cannot listen on registry port {settings.registry_port}: {error}", file=sys.stderr)
+            print(f"router: --registry-port {settings.registry_port}: cannot listen: {error}", file=sys.stderr)
             return 2
         if settings.allow_runtime_lora_updating:
             cleanup.push_async_callback(adapters.start().close)

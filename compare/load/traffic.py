@@ -149,7 +149,8 @@ class TrafficSource:
         source = self._preset or str(options.trace)
         if not arrivals:
             raise ConfigError(
-                f"{source}: no request is left to send; change --start or --duration, or omit --too-long drop"
+                f"{source}: no request is left to send for seed {seed}; change --start, --duration or --seeds, give "
+                "--rate, or omit --too-long drop"
             )
         notes = {
             "name": self._preset or Path(source).stem,

@@ -54,7 +54,7 @@ class Certificate:
             context.load_cert_chain(self.certfile, self.keyfile or None, password="")
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-            fix = "they must contain a certificate chain and its private key, without a password, in PEM format"
+            fix = "the files must contain a certificate chain and its private key, without a password, in PEM format"
             raise ConfigError(f"{flags}: cannot be used ({reason}): {fix}") from None
 
     def _stamp(self) -> list[tuple[int, ...]]:

@@ -71,9 +71,22 @@ class NodeJournal:
         info, before = connection.info, self._presences.pop(connection.info.id, None)
         if before is not None and before.connection.is_alive:
             moved = _moved(before.connection)
-            self._record("lost", info.id, f"Node {info.id} was replaced by a new process.{moved}", logging.WARNING)
+            self._record(
+                "lost",
+                info.id,
+                f"Node {info.id} was replaced by a new process; if the old one still runs, set --id.{moved}",
+                logging.WARNING,
+            )
+        present = {each.connection.info.fingerprint for each in self._presences.values() if each.state not in KEPT_NS}
         self._presences[info.id] = NodePresence(connection, info.role, self._clock())
-        self._record("joined", info.id, f"Node {info.id} joined as a {info.role} node at {info.address}.")
+        text, level = f"Node {info.id} joined as a {info.role} node at {info.address}.", logging.INFO
+        if present and info.fingerprint not in present:
+            others = " or ".join(sorted(present))
+            text += (
+                f" It has {info.fingerprint}, and the other nodes have {others}: check that its model is the right one."
+            )
+            level = logging.WARNING
+        self._record("joined", info.id, text, level)
 
     def changed(self, connection: NodeConnection) -> None:
         """Record the changes of a connection's node. Call this before the listeners of a lost node are notified,

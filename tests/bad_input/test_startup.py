@@ -282,7 +282,7 @@ def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         command = [sys.executable, "-m", "router", *flags]  # the router detects this error after its start
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
-    assert f"cannot listen on registry port {port}" in ended.stderr
+    assert f"--registry-port {port}: cannot listen: " in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

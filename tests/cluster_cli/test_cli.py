@@ -14,11 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import psutil
 import pytest
 
+from baton.__main__ import main as run_baton
+from cluster import cli
 from cluster.cli import main
 from cluster.clients import COLUMNS, NUM_NARROW, head, latency_line, row_of, tail
 from tests.cluster.harness import DEMO, ROOT, wait_for
@@ -490,3 +493,9 @@ def test_the_first_process_of_a_container_ends_at_sigterm_while_it_starts(tmp_pa
         (node,) = psutil.Process(process.pid).children()
         wait_for(lambda: process.poll() is not None or node.terminate(), "the node ends")
         assert process.returncode == 143
+
+
+def test_ctrl_c_while_the_command_is_loaded_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "run_app", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run_baton() == 130

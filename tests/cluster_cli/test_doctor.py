@@ -61,6 +61,16 @@ async def test_a_problem_of_one_node_fails_one_check(check: str, level: str, nod
     assert [name for name, finding in found.items() if finding.level != "ok"] == [check]
 
 
+async def test_each_model_has_its_own_fingerprint() -> None:
+    nodes = [NODE | {"model": "a"}, NODE | {"id": "decode-1", "model": "b", "fingerprint": "bb"}]
+    status = {"nodes": nodes, "models": {"a": {}, "b": {}}}
+    found = await examine("fingerprints", partial(STATUS_CHECKS["fingerprints"], status))
+    assert found == Finding("fingerprints", "ok", "all aa, bb")
+    nodes.append(NODE | {"id": "decode-2", "model": "b"})
+    found = await examine("fingerprints", partial(STATUS_CHECKS["fingerprints"], status))
+    assert (found.level, "decode-2: aa; the other nodes have" in found.text) == ("warning", False)
+
+
 async def test_rows_of_nodes_that_are_gone_have_no_values_to_check() -> None:
     gone = {"id": "decode-2", "role": "decode", "alive": False}
     found = await examined(PREFILL, NODE, gone | {"state": "left"})

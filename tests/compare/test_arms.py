@@ -45,8 +45,13 @@ def test_an_invalid_arm_is_refused_with_one_line(arms: list[str], complaint: str
 def test_errors_in_common_settings_name_their_flag():
     with pytest.raises(ConfigError, match=r"--set: .*runner 'bash'"):
         parse_arms(["colocated:2", "colocated:1"], ["runner=bash"])
-    with pytest.raises(ConfigError, match="write SETTING=VALUE"):
-        parse_arms(["colocated:2", "colocated:1"], ["prefill_first"])
+    for setting in ("prefill_first", "foo"):
+        with pytest.raises(ConfigError, match="write SETTING=VALUE"):
+            parse_arms(["colocated:2", "colocated:1"], [setting])
+
+
+def test_one_arm_is_compared_with_its_control():
+    assert [arm.name for arm in parse_arms(["colocated:2"], has_control=True)] == ["colocated:2"]
 
 
 def test_a_device_has_the_same_number_of_cores_in_every_arm():

@@ -604,8 +604,8 @@ class JournalWorld:
         self.now_ns = 10**18
         self.journal = NodeJournal(lambda: self.now_ns)
 
-    def join(self, name: str = "d0", boot: str = "boot-1") -> NodeConnection:
-        info = NodeInfo(name, boot, "decode", "h:1", "m", "print", 4, 64, 100, 512, 8)
+    def join(self, name: str = "d0", boot: str = "boot-1", fingerprint: str = "print") -> NodeConnection:
+        info = NodeInfo(name, boot, "decode", "h:1", "m", fingerprint, 4, 64, 100, 512, 8)
         connection = NodeConnection("router", info, 1.0, self.journal.changed, RouterObserver())
         self.journal.joined(connection)
         return connection
@@ -626,6 +626,16 @@ class JournalWorld:
 
 def report(connection: NodeConnection, state: str = "ready") -> None:
     connection.process(NodeUpdate(stats=NodeStats(state)))
+
+
+def test_the_first_node_with_another_fingerprint_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    world = JournalWorld()
+    with caplog.at_level("INFO", "baton.fleet"):
+        for name, fingerprint in (("d0", "a"), ("d1", "a"), ("d2", "b"), ("d3", "b"), ("d4", "a")):
+            report(world.join(name, fingerprint=fingerprint))
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith("Node d2 joined")
+    assert "It has b, and the other nodes have a" in warning
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,8 @@ class Session:
     async def _preflight(self) -> None:
         """Compare the arms' facts, such as the model, and their greedy answers, which also warm the arms up."""
         experiment, findings = self._experiment, self._findings
+        if experiment.engines is not None:
+            await experiment.engines.read()  # raises if a server does not answer, for which an arm would wait
         facts: dict[str, dict[str, str]] = {}
         answers = {}
         for number, arm in enumerate(experiment.all_arms):

@@ -1,6 +1,6 @@
 """Test `baton compare --engines` over stub servers: there is a verdict only with proof that KV moved."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,16 +60,15 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
         made.close()
 
 
-def compared(directory: Path, engines: Engines) -> tuple[int, str]:
+def compared(directory: Path, urls: Iterable[str]) -> tuple[int, str]:
     """Run the command. Return its exit status and its output."""
-    servers = ",".join(engines.urls.values())
-    process = start(directory, "--engines", servers, "--model", str(DEMO), "--duration", "2", "--seeds", "2")
+    process = start(directory, "--engines", ",".join(urls), "--model", str(DEMO), "--duration", "2", "--seeds", "2")
     output, _ = process.communicate(timeout=600)
     return process.returncode, output
 
 
 def test_replicas_and_a_pair_are_compared_on_the_same_servers(tmp_path: Path, engines: Engines) -> None:
-    status, output = compared(tmp_path, engines)
+    status, output = compared(tmp_path, engines.urls.values())
     report = report_in(tmp_path)
     assert status == (0 if report["valid"] else 1), output
     assert not report["problems"] or "invalid" in report["problems"][0], output  # runs on a busy machine can be invalid
@@ -85,8 +84,15 @@ def test_replicas_and_a_pair_are_compared_on_the_same_servers(tmp_path: Path, en
     assert "no strip" in output
 
 
+def test_a_server_that_does_not_answer_is_reported_before_an_arm_starts(tmp_path: Path) -> None:
+    status, output = compared(tmp_path, ("http://127.0.0.1:9", "http://127.0.0.1:10"))
+    assert status != 0
+    assert "http://127.0.0.1:9: /v1/models: Cannot connect" in output
+    assert "starting" not in output
+
+
 @pytest.mark.exhaustive
 def test_servers_that_moved_no_kv_get_no_verdict(tmp_path: Path, engines: Engines) -> None:
     engines.set("b", ignores_params=True)
-    assert compared(tmp_path, engines)[0] == 1
+    assert compared(tmp_path, engines.urls.values())[0] == 1
     assert report_in(tmp_path)["problems"][0].startswith("disaggregated:1p1d: no KV moved: the decode servers computed")

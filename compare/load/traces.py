@@ -7,6 +7,7 @@ prefixes. The tokens of a piece with an empty key are not shared.
 import csv
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -99,23 +100,23 @@ def _azure(fields: Fields, *_: object) -> TraceRow:
     """Parse a row of the Azure LLM inference traces 2023 and 2024 (Patel et al., Splitwise)."""
     at = datetime.fromisoformat(fields["TIMESTAMP"])
     at_s = (at - datetime(1970, 1, 1, tzinfo=at.tzinfo)).total_seconds()
-    return TraceRow((("", _count(fields["ContextTokens"])),), _count(fields["GeneratedTokens"]), at_s)
+    return TraceRow((("", _count(fields, "ContextTokens")),), _count(fields, "GeneratedTokens"), at_s)
 
 
 def _burstgpt(fields: Fields, *_: object) -> TraceRow:
     """Parse a row of BurstGPT (Wang et al.). Times are in seconds, and a failed request has 0 response tokens."""
-    pieces = (("", _count(fields["Request tokens"])),)
-    return TraceRow(pieces, _count(fields["Response tokens"]), _seconds(fields["Timestamp"]))
+    pieces = (("", _count(fields, "Request tokens")),)
+    return TraceRow(pieces, _count(fields, "Response tokens"), _seconds(fields["Timestamp"]))
 
 
 def _mooncake(fields: Fields, *_: object) -> TraceRow:
     """Parse a row of Mooncake (Qin et al.). Times are in milliseconds. Blocks with equal ids have equal tokens."""
-    length, ids = _count(fields["input_length"]), fields["hash_ids"]
+    length, ids = _count(fields, "input_length"), fields["hash_ids"]
     if len(ids) != -(-length // MOONCAKE_BLOCK):
         raise ValueError(f"{len(ids)} hash_ids for {length} tokens; each id stands for {MOONCAKE_BLOCK} tokens")
     starts = range(0, length, MOONCAKE_BLOCK)
     pieces = ((f"hash {int(key)}", min(MOONCAKE_BLOCK, length - start)) for key, start in zip(ids, starts, strict=True))
-    return TraceRow(tuple(pieces), _count(fields["output_length"]), _seconds(fields["timestamp"]) / 1000)
+    return TraceRow(tuple(pieces), _count(fields, "output_length"), _seconds(fields["timestamp"]) / 1000)
 
 
 def _own(fields: Fields, encode: Encode | None, slo: LatencySlo, num_ids: int) -> TraceRow:
@@ -129,7 +130,7 @@ def _own(fields: Fields, encode: Encode | None, slo: LatencySlo, num_ids: int) -
     if limits is not None and (not isinstance(limits, dict) or set(limits) - {"ttft_ms", "tbt_ms", "tbt_of"}):
         raise ValueError(f"slo is {limits!r}; it may have ttft_ms, tbt_ms and tbt_of")
     own = replace(slo, **limits) if limits else None
-    row = TraceRow((), _count(fields["max_tokens"]), _seconds(fields["t"]), own)
+    row = TraceRow((), _count(fields, "max_tokens"), _seconds(fields["t"]), own)
     if "prompt" in fields:
         prompt = fields["prompt"]
         if isinstance(prompt, str):
@@ -141,18 +142,20 @@ def _own(fields: Fields, encode: Encode | None, slo: LatencySlo, num_ids: int) -
                 f"prompt has {invalid[0]!r}; give token ids of the model, which are from 0 to {num_ids - 1}"
             )
         return replace(row, prompt=tuple(prompt))
-    length, prefix = _count(fields["prompt_len"]), _count(fields.get("prefix_len", 0))
+    length, prefix = _count(fields, "prompt_len"), _count({"prefix_len": 0, **fields}, "prefix_len")
     if prefix > length or (prefix and "prefix_id" not in fields):
         raise ValueError("prefix_len needs a prefix_id, and must not exceed prompt_len")
     shared = ((f"prefix {fields['prefix_id']}", prefix),) if prefix else ()
     return replace(row, pieces=(*shared, ("", length - prefix)))
 
 
-def _count(value: object) -> int:
-    number = int(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else -1
-    if not 0 <= number < 2**31:
-        raise ValueError(f"{value!r} is not a number of tokens")
-    return number
+def _count(fields: Fields, name: str) -> int:
+    value = fields[name]
+    with suppress(ValueError):
+        number = int(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else -1
+        if 0 <= number < 2**31:
+            return number
+    raise ValueError(f"{name} is {value!r}, which is not a number of tokens")
 
 
 def _seconds(value: Any) -> float:

@@ -46,7 +46,7 @@ def trace(path: Path, prompt: int, answer: int) -> Path:
         (["--trace", "t.jsonl", "--preset", "chat"], "--trace and --preset: give only one of them"),
         (["--trace-format", "own"], "--trace-format: has no effect without --trace; give --trace, or leave out"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
-        (["--trace", "negative.jsonl"], "negative.jsonl, line 1, read as own: -5 is not a number of tokens"),
+        (["--trace", "negative.jsonl"], "negative.jsonl, line 1, read as own: prompt_len is -5, which is not a number"),
         (["--trace", "long.jsonl"], "a request has 2000010 tokens, but a node holds the KV of"),
         (["--trace", "long.jsonl"], "give --scale-tokens 0.4"),
         (["--set", "num_blocks=3"], "but a node holds the KV of 128: give a larger num_blocks"),

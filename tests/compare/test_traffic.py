@@ -82,9 +82,12 @@ def test_every_format_is_recognised_and_read(tmp_path: Path, lines: tuple[str, .
     ("lines", "complaint"),
     [
         ((*AZURE, "yesterday,1,2"), "line 4, read as azure: Invalid isoformat string: 'yesterday'"),
-        ((*AZURE, "2023-11-16 18:17:09,many,2"), "line 4, read as azure: invalid literal for int()"),
-        ((*AZURE, "2023-11-16 18:17:09,-5,2"), "line 4, read as azure: '-5' is not a number of tokens"),
-        ((*AZURE, "2023-11-16 18:17:09,5"), "line 4, read as azure: None is not a number of tokens"),
+        (
+            (*AZURE, "2023-11-16 18:17:09,many,2"),
+            "line 4, read as azure: ContextTokens is 'many', which is not a number of tokens",
+        ),
+        ((*AZURE, "2023-11-16 18:17:09,-5,2"), "line 4, read as azure: ContextTokens is '-5', which is not a"),
+        ((*AZURE, "2023-11-16 18:17:09,5"), "line 4, read as azure: GeneratedTokens is None, which is not a"),
         ((*MOONCAKE, '{"timestamp": 3}'), "line 3: field 'input_length' of the format mooncake is missing"),
         ((*MOONCAKE, "{"), "line 3, read as mooncake: Expecting property name"),
         (

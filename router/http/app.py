@@ -21,7 +21,7 @@ from router.http.adapters import AdapterRoutes
 from router.http.anthropic import AnthropicApi
 from router.http.asgi import ResponseWriter, deadline_of, read_body, to_response, while_connected
 from router.http.auth import ApiCors, ApiKeys, AuthMiddleware
-from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from router.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body, unknown_model
 from router.http.generation import GenerationService, ModelParts, ServedModels
 from router.http.openapi import DETOKENIZE, DOCS, POSTS, RERANK, SCORE, TOKENIZE, document_routes
 from router.http.parsing import THREADS, check_ids, encode, encode_chat, run_in_thread
@@ -245,7 +245,7 @@ class ApiHandlers:
         if name not in self.models.names():
             await self.models.learn_adapters()
         if name not in self.models.names():
-            raise RequestError("The model does not exist.", "model", "model_not_found", 404)
+            raise unknown_model(name, self.models.names())
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -298,7 +298,7 @@ class ApiHandlers:
             raise RequestError("`role` must be `prefill` or `decode`.", "role")
         name = request.query_params.get("model")
         if name is not None and name not in self.models.names():
-            raise RequestError("The model does not exist.", "model", "model_not_found", 404)
+            raise unknown_model(name, self.models.names())
         services = self.models.services if name is None else [self.models.of(name)]
         ready = all(each.dispatcher.ready(role or "") for each in services)
         return JSONResponse({"ready": ready}, 200 if ready else 503)

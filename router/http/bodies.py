@@ -362,6 +362,12 @@ def _check_continuation(continues: bool, prompts: bool) -> None:
         raise RequestError(text, "continue_final_message")
 
 
+def unknown_model(name: str, models: Sequence[str]) -> RequestError:
+    served = ", ".join(f"`{each}`" for each in models[:MAX_LISTED])
+    text = f"The model `{name[:MAX_NAME]}` does not exist; served: {served}."
+    return RequestError(text, "model", "model_not_found", 404)
+
+
 BodyType = TypeVar("BodyType", bound=Body)
 
 
@@ -373,9 +379,7 @@ def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyT
     fields = {key: value for key, value in parse_json(raw).items() if value is not None}
     name = fields.get("model", models[0])
     if name not in models:
-        shown = name[:MAX_NAME] if isinstance(name, str) else ""
-        served = ", ".join(f"`{each}`" for each in models[:MAX_LISTED])
-        raise RequestError(f"The model `{shown}` does not exist; served: {served}.", "model", "model_not_found", 404)
+        raise unknown_model(name if isinstance(name, str) else "", models)
     for key in [key for key in fields if key not in kind.model_fields]:
         if fields[key] not in UNSUPPORTED.get(key, (fields[key],)):
             only = " or ".join(json.dumps(value) for value in UNSUPPORTED[key] if value)

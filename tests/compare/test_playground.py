@@ -87,7 +87,10 @@ def test_rows_have_the_times_of_the_simulated_clients(nodes: dict[str, int]) -> 
         ({"trace": 5}, "trace: must be a text"),
         ({"trace": "\ud800"}, "trace: must be valid Unicode text"),
         ({"trace": "hello"}, "trace: its first line matches no known format"),
-        ({"trace": '{"t": 0, "prompt_len": -5, "max_tokens": 3}'}, "trace, line 1, read as own: -5 is not a number"),
+        (
+            {"trace": '{"t": 0, "prompt_len": -5, "max_tokens": 3}'},
+            "trace, line 1, read as own: prompt_len is -5, which is not a number",
+        ),
         ({"trace": '{"t": 0, "prompt_len": 2000000, "max_tokens": 3}'}, "trace: a request has 2000003 tokens"),
         (
             {"trace": '{"t": 0, "prompt_len": 5, "max_tokens": 3, "slo": {"ttft_ms": 9}}'},

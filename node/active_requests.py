@@ -313,7 +313,7 @@ class ActiveRequests:
     def fail(self, request_id: str, reason: str, retry: bool) -> None:
         """Report to the router that this node cannot finish the request, and abort the request.
 
-        If `retry` is set, another node may succeed.
+        `retry` means that the request might succeed on another node.
         """
         self.send(TokenDelta(request_id, error=reason, retry=retry))
         self.abort(request_id, reason)

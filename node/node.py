@@ -75,8 +75,8 @@ class RoleAdapter:
         """Handle a step that computed part of a request whose KV is sent."""
 
     def on_abort(self, request_id: str) -> bool:
-        """End the request's handoff. Return True if the adapter itself returns the request's blocks to the
-        scheduler."""
+        """End the request's handoff. Return whether the adapter will give the request's blocks back to the scheduler;
+        if not, the caller must."""
         raise NotImplementedError
 
     def on_writer_lost(self, writer: str) -> None:

@@ -864,8 +864,9 @@ class Scheduler:
     def _growth_of_running(self) -> int:
         """Return how many more rows all running requests need (see `_growth`). The number is computed once per step.
 
-        A state is saved only if these rows remain available. If a saved state took a row that a request needs to
-        decode, that request would preempt another request, which would be admitted and preempted repeatedly.
+        A state is saved only if the rows for running requests remain available. If a saved state took a row that a
+        request needs to decode, that request would preempt another request, which would be admitted and preempted
+        repeatedly.
         """
         if self._growth_counted[0] != self._steps:
             self._growth_counted = self._steps, sum(map(self._growth, self.running))

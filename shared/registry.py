@@ -380,7 +380,10 @@ class StreamAnnouncer(Announcer):
                     sending.cancel()
             return "it ended the stream"
         except PEER_FAILURES as error:
-            return str(error) or type(error).__name__
+            problem = str(error) or type(error).__name__
+            if tls.own() is None and not isinstance(error, ConnectionRefusedError):
+                problem += "; if the router has a cluster secret, set the same --cluster-secret-file"
+            return problem
         finally:
             channel.close()
 

@@ -237,7 +237,7 @@ class SimulatedNode:
             self._continue(steps._replace(length=count))
 
     def _settle(self, steps: Stretch) -> None:
-        """Complete those steps of the stretch that have ended."""
+        """Process the results of those steps of the stretch that have ended."""
         now = self._events.now
         count = bisect_left(range(1, steps.length), True, key=lambda count: self.times.end(steps, count) >= now)
         if count == 0:

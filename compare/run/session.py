@@ -1,4 +1,4 @@
-"""Runs a session: starts the arms, checks that they are equivalent, runs their trials, and collects the findings.
+"""Runs a session: starts the arms, checks that they are equivalent, runs their trials, and collects `Findings`.
 
 The load generator measures the requests, and `compare.report` evaluates the findings.
 """

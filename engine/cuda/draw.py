@@ -30,10 +30,10 @@ SEARCHED = 2048  # number of tokens whose scores the search reads at once
 def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> Tensor:
     """Return each row's token, int64 [R], or an error code: -1 if a logit is not finite, -2 if no token is allowed.
 
-    `logits` is float32 [R, vocab], and `parameters` is packed by `parameters_of`. `adjusted` has the logits after bans,
-    bias and penalties, or is None if no row has any. Draws the same tokens as `engine.sampling.draw`, with one
-    exception: because weights are float32 here, the two functions may disagree whether top_p keeps a token if the total
-    probability of all likelier tokens is within 1e-6 of top_p.
+    `logits` is float32 [R, vocab], and `parameters` is packed by `parameters_of`. `adjusted` contains the logits after
+    bans, bias and penalties, or is None if no row has bans, bias or penalties. Draws the same tokens as
+    `engine.sampling.draw`, with one exception: because weights are float32 here, the two functions may disagree whether
+    top_p keeps a token if the total probability of all likelier tokens is within 1e-6 of top_p.
     """
     rows, vocab = logits.shape
     scores = logits if adjusted is None else adjusted

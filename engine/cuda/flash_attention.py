@@ -1,7 +1,7 @@
 """Attention by the packages of FlashAttention 2, 3 and 4 (Dao et al.), if one of them is installed.
 
-The packages read the KV pool through strided views and the block table. Each generation (2, 3 or 4) has an adapter,
-because function names and limits differ between generations. A package is imported only when it is chosen.
+The packages read the KV pool through strided views and the block table. FlashAttention 2, 3 and 4 each have an adapter,
+because their function names and limits differ. A package is imported only when it is chosen.
 """
 
 import importlib

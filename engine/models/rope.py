@@ -37,7 +37,7 @@ class Rotation:
         return cls(frequencies.to(device), magnitudes.to(device), axes, bool((magnitudes != 1).any()))
 
     def angles(self, positions: Tensor, on_axes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for `positions` [T], multiplied by magnitudes. Each is float32 [T, 1, head_dim / 2].
+        """Return cosines and sines for `positions` [T], scaled by `magnitudes`. Each is float32 [T, 1, head_dim / 2].
 
         `on_axes`, int64 [3, T], are the positions on three axes, or None if each token's three positions are equal.
         """

@@ -92,8 +92,8 @@ class ThroughputEstimator:
         self.finished_tokens = 0.0  # finished tokens per slot; this number decays with time
 
     def pass_time(self, now: float, is_busy: bool) -> None:
-        """Advance the clock to `now`. The time since the last call is measured if `is_busy` is set, which means that
-        requests were queued during this time."""
+        """Advance the clock to `now`. `is_busy` says whether requests were queued since the last call; only then does
+        this time count for the throughput."""
         past_s, self._now = max(0.0, now - self._now), max(now, self._now)
         if is_busy:
             kept = exp(-past_s / RATE_S)

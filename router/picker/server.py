@@ -194,7 +194,8 @@ def _unchanged(message: Any, *, is_duplex: bool = False) -> Any:
 
 
 def _picked(addresses: str, kind: str) -> Any:
-    """Return the answer to a headers or body message. The answer has the addresses as a header and as metadata."""
+    """Return the answer to a message with headers or a body (`kind`). The answer has the addresses as a header and as
+    metadata."""
     answer = ext_proc.ProcessingResponse()
     option = getattr(answer, kind).response.header_mutation.set_headers.add()
     option.append_action = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD

@@ -377,7 +377,7 @@ class AnswerParser:
         end = len(self._text) if self._is_last else self._at
         self._num_searched_again += end - self._kept
         if self._num_searched_again <= MAX_SEARCHED_AGAIN:
-            end = self._kept + 1  # one character, so that the marker is not found again
+            end = self._kept + 1  # release only one character, so that the same marker is not found again
         start, self._at, self._kept = self._kept, end, None
         self._say(self._text[start:end])
 

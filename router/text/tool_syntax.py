@@ -1,6 +1,6 @@
 """Describes how each model family writes reasoning and tool calls in its answers.
 
-`router/text/tool_parser.py` parses answers with these descriptions. The syntaxes have the names that vLLM's options
+`router/text/tool_parser.py` uses these descriptions to parse answers. The syntaxes have the names that vLLM's options
 `--tool-call-parser` and `--reasoning-parser` use. The syntax of a model is derived from its chat template, which
 contains the markers of the model's family. Within a syntax, no marker may be the beginning of another marker, because
 the parser accepts a marker as soon as it is complete.

@@ -314,6 +314,17 @@ async def test_a_name_of_the_node_itself_is_no_router(caplog: pytest.LogCaptureF
     await server.close()
 
 
+async def test_a_node_without_a_secret_names_the_flag_if_the_router_has_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_secret(tmp_path / "secret.pem")
+    server = RpcServer({}, tls.read_identity(str(tmp_path / "secret.pem")))
+    port = await server.start("127.0.0.1", 0)
+    async with announced(port, Names("127.0.0.1")):
+        assert await wait_until(lambda: "set the same --cluster-secret-file): retrying" in caplog.text, 20.0)
+    await server.close()
+
+
 async def test_names_are_resolved_by_the_system_in_a_thread_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "127.0.0.1" in await NameResolver("localhost")()
     assert await NameResolver("::1")() == ["::1"]

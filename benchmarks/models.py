@@ -21,6 +21,12 @@ QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "rope_theta": 1e6,
     "rms_norm_eps": 1e-6,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 
 
@@ -41,22 +47,11 @@ def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, voca
     }
 
 
-def _experts(count: int, top_k: int, inner: int) -> dict[str, Any]:
-    return {
-        "num_experts": count,
-        "num_experts_per_tok": top_k,
-        "moe_intermediate_size": inner,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": LLAMA | _sizes(128, 2, 4, 2, 256, 2048, True),
     "110m": LLAMA | _sizes(768, 12, 12, 4, 2048, 8192, False),
     "0.5b": QWEN2 | _sizes(896, 24, 14, 2, 4864, 151_936, True),
-    "1b-moe": QWEN3_MOE | _sizes(1024, 14, 16, 4, 3072, 32_768, False) | _experts(128, 8, 192),
+    "1b-moe": QWEN3_MOE | _sizes(1024, 14, 16, 4, 3072, 32_768, False),
 }
 
 

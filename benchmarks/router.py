@@ -162,13 +162,13 @@ class RouterProcess:
     port: int
     registry: str
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+    def pids(self) -> list[int]:
+        """Return the ids of the process and its children."""
+        pid = self.process.pid
+        return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
     def cpu_s(self) -> float:
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        used = [Path(f"/proc/{pid}/schedstat").read_text().split()[0] for pid in (self.pid, *children)]
+        used = [Path(f"/proc/{pid}/schedstat").read_text().split()[0] for pid in self.pids()]
         return sum(map(int, used)) / 1e9
 
 
@@ -281,10 +281,10 @@ async def memory(router: RouterProcess, fleet: PacedFleet) -> dict[str, float]:
     # Open and close some streams before the measurement, because the memory that they leave allocated must not count.
     async with streams(router, fleet, NUM_STREAMS, []):
         await fleet.run(1000, 1)
-    before = memory_of(router.pid)
+    before = memory_of(router.process.pid)
     async with streams(router, fleet, NUM_IDLE, []):
         await fleet.run(1000, 2)
-        return {"open_streams": NUM_IDLE, "kib_per_stream": (memory_of(router.pid) - before) / 1024 / NUM_IDLE}
+        return {"open_streams": NUM_IDLE, "kib_per_stream": (memory_of(router.process.pid) - before) / 1024 / NUM_IDLE}
 
 
 async def measure(rates: list[float], seconds: float, repeats: int, workers: int) -> dict[str, list[dict[str, float]]]:

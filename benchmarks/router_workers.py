@@ -16,7 +16,6 @@ import os
 import struct
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import uvloop
 
@@ -54,12 +53,11 @@ class MeasuredRouter:
         self.us.append((self.router.cpu_s() - before_s) / len(self.delays) * 1e6)
 
 
-def set_slice(pid: int, milliseconds: int) -> None:
-    """Set the CPU time slice of a process and its children. Raises OSError if the kernel is older than Linux 6.12."""
+def set_slice(pids: list[int], milliseconds: int) -> None:
+    """Set the CPU time slice of these processes. Raises OSError if the kernel is older than Linux 6.12."""
     attributes = struct.pack("<IIQiIQQQII", 56, 0, 0, 0, 0, milliseconds * 1_000_000, 0, 0, 0, 0)
     libc = ctypes.CDLL(None, use_errno=True)
-    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    for thread in [int(name) for each in (pid, *children) for name in os.listdir(f"/proc/{each}/task")]:
+    for thread in [int(name) for each in pids for name in os.listdir(f"/proc/{each}/task")]:
         if libc.syscall(SCHED_SETATTR, thread, attributes, 0):
             raise OSError(ctypes.get_errno(), "sched_setattr")
 
@@ -75,7 +73,7 @@ async def measure(rounds: int, seconds: float) -> list[list[float]]:
             router = await cleanup.enter_async_context(started(fleet, cpus[0], workers))
             await cleanup.enter_async_context(streams(router, fleet, num_streams, delays))
             if slice_ms is not None:
-                set_slice(router.pid, slice_ms)
+                set_slice(router.pids(), slice_ms)
             arms.append(MeasuredRouter(router, fleet, delays))
         for number in range(rounds + 1):
             for arm in arms if number % 2 else arms[::-1]:

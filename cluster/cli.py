@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from shared.api_client import base_url
 from shared.config.command_line import command_of, run_app
 from shared.config.settings import NodeSettings, PickerSettings, ProxySettings, RouterSettings, Settings
 from shared.lifecycle import ROOT, exit_on_signals
+from shared.version import package_version
 
 Url = Annotated[
     str, typer.Option("--url", envvar="BATON_URL", metavar="URL", parser=base_url, help="URL of the router.")
@@ -136,11 +136,10 @@ def _options(
 
 
 def _print_version() -> None:
-    try:
-        print(f"baton {version('baton-serve')}")
-    except PackageNotFoundError:  # the package is not installed, so this is a checkout
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        print(f"baton {project['version']}")
+    found = package_version()
+    if not found:  # the package is not installed, so this is a checkout
+        found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    print(f"baton {found}")
     raise typer.Exit
 
 

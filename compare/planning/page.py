@@ -21,7 +21,6 @@ THEMES = "@media (prefers-color-scheme: dark) { :root { %s } }"
 
 
 def page_of(plan: Document) -> str:
-    """Return the HTML of the page."""
     css = files("compare.report").joinpath("report.css").read_text("utf-8")
     dark = css.split('[data-theme="dark"] {', 1)[1].split("}", 1)[0]
     slo, traffic = plan["slo"], plan["traffic"]

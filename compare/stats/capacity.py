@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
@@ -133,6 +133,7 @@ def attainment_bands(points: Sequence[CapacityPoint]) -> dict[str, list[float]]:
 Measure = Callable[[float, int], Awaitable[float]]  # (rate, seed) -> attainment, which is 0 if the arm was overloaded
 
 
+@dataclass(slots=True)
 class CapacitySearch:
     """Searches for one arm's capacity. `run` appends each measurement to `points`.
 
@@ -140,51 +141,39 @@ class CapacitySearch:
     the estimate until the interval is narrow. `measure` is called on the event loop of `run`, one call at a time.
     """
 
-    def __init__(
-        self,
-        measure: Measure,
-        alpha: float,
-        *,
-        max_runs: int,
-        min_seeds: int = 6,
-        max_seeds: int = MAX_SEEDS,
-        widening: float = 2.0,
-        step: float = STEP,
-        lowest: float = 0.0,
-    ) -> None:
-        """`widening` is the factor between successive rates while the search brackets the capacity. `step` is the
-        factor between the rates at which all seeds are then measured. If figures differ much between seeds, use a
-        larger `step`. `lowest` is a rate; the search ends if the capacity is lower."""
-        self.points: list[CapacityPoint] = []
-        self._measure = measure
-        self._alpha = alpha
-        self._max_runs = max_runs
-        self._min_seeds, self._max_seeds = min_seeds, max_seeds
-        self._widening = widening
-        self._step = step
-        self._lowest = lowest
+    measure: Measure
+    alpha: float
+    _: KW_ONLY
+    max_runs: int
+    min_seeds: int = 6
+    max_seeds: int = MAX_SEEDS
+    widening: float = 2.0  # factor between successive rates while the search brackets the capacity
+    # Factor between the rates at which all seeds are then measured. Use a larger one if seeds differ much.
+    step: float = STEP
+    lowest: float = 0.0  # a rate; the search ends if the capacity is lower
+    points: list[CapacityPoint] = field(default_factory=list)
 
     @property
     def exhausted(self) -> bool:
-        return len(self.points) >= self._max_runs
+        return len(self.points) >= self.max_runs
 
     async def run(self, first_rate: float) -> CapacityEstimate:
         """Search from `first_rate` with at most `max_runs` runs, and return the capacity."""
         bracket = await self._bracket(first_rate)
         if bracket is None:
-            return capacity_of(self.points, self._alpha)
+            return capacity_of(self.points, self.alpha)
         good, bad = bracket
         while bad / good > BRACKET_RATIO and not self.exhausted:
             middle = math.sqrt(good * bad)
             good, bad = (middle, bad) if await self._holds(middle, 0) else (good, middle)
         middle = math.sqrt(good * bad)
-        return await self._replicate([middle / self._step, middle, middle * self._step])
+        return await self._replicate([middle / self.step, middle, middle * self.step])
 
     async def _replicate(self, rates: list[float]) -> CapacityEstimate:
         """Measure every seed at all rates. While the fit does not cross alpha within the range of the rates, extend the
         range by one rate."""
         missing = [(rate, 0) for rate in rates]
-        for seed in range(1, self._max_seeds + 1):
+        for seed in range(1, self.max_seeds + 1):
             while missing:
                 for rate, each in missing:
                     if self.exhausted:
@@ -192,9 +181,9 @@ class CapacitySearch:
                     await self._holds(rate, each)
                 missing = []
                 if (bounded := self._found().bounded) != "yes":
-                    rates.append(max(rates) * self._step if bounded == "above" else min(rates) / self._step)
+                    rates.append(max(rates) * self.step if bounded == "above" else min(rates) / self.step)
                     missing = [(rates[-1], each) for each in range(seed)]
-            if seed == self._max_seeds or (seed >= self._min_seeds and self._is_narrow()):
+            if seed == self.max_seeds or (seed >= self.min_seeds and self._is_narrow()):
                 break
             missing = [(rate, seed) for rate in rates]
         return self._found()
@@ -203,20 +192,20 @@ class CapacitySearch:
         """Return a rate at which the attainment reaches alpha, and the next higher rate, at which it does not. Return
         None if no such pair is found."""
         holds = await self._holds(rate, 0)
-        factor = self._widening if holds else 1 / self._widening
+        factor = self.widening if holds else 1 / self.widening
         first = rate
-        while not self.exhausted and 1 / WIDEST < rate / first < WIDEST and rate * factor >= self._lowest:
+        while not self.exhausted and 1 / WIDEST < rate / first < WIDEST and rate * factor >= self.lowest:
             last, rate = rate, rate * factor
             if await self._holds(rate, 0) != holds:
                 return (last, rate) if holds else (rate, last)
         return None
 
     async def _holds(self, rate: float, seed: int) -> bool:
-        self.points.append(CapacityPoint(rate, seed, await self._measure(rate, seed)))
-        return self.points[-1].attainment >= self._alpha
+        self.points.append(CapacityPoint(rate, seed, await self.measure(rate, seed)))
+        return self.points[-1].attainment >= self.alpha
 
     def _found(self) -> CapacityEstimate:
-        return capacity_of(balanced(self.points), self._alpha)
+        return capacity_of(balanced(self.points), self.alpha)
 
     def _is_narrow(self) -> bool:
         found = self._found()

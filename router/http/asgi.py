@@ -225,7 +225,6 @@ class ResponseWriter:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, body: bytes = b"") -> None:
-        """End the response."""
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         self._is_complete, self._outcome = True, "answered"
 

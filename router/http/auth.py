@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 
 from starlette.datastructures import Headers
@@ -121,28 +122,21 @@ class ApiKeys:
         return text
 
 
+@dataclass(eq=False)
 class AuthMiddleware:
     """ASGI middleware that checks API keys. Tenants may use `tenants_routes`, and get the status 404 for paths that do
     not exist. Only admins may use `admin_routes`. If `keys` is None, any client may use all routes."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: ApiKeys | None,
-        tenants_routes: Sequence[BaseRoute],
-        admin_routes: Sequence[BaseRoute],
-        metrics: RequestMetrics,
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._tenants_routes = tenants_routes
-        self._admin_routes = admin_routes
-        self._metrics = metrics
-        self._next_log = 0.0
+    app: ASGIApp
+    keys: ApiKeys | None
+    tenants_routes: Sequence[BaseRoute]
+    admin_routes: Sequence[BaseRoute]
+    metrics: RequestMetrics
+    _next_log: float = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in NO_KEY_NEEDED:
-            is_for_tenants = matches(self._tenants_routes, scope) or not matches(self._admin_routes, scope)
+            is_for_tenants = matches(self.tenants_routes, scope) or not matches(self.admin_routes, scope)
             try:
                 scope[SCOPE_KEY] = self._identity(scope, is_for_tenants)
             except RequestError as error:
@@ -154,16 +148,16 @@ class AuthMiddleware:
                     response.headers["www-authenticate"] = 'Basic realm="Baton"' if is_page else "Bearer"
                 await response(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
     def _identity(self, scope: Scope, is_for_tenants: bool) -> Identity:
         """Return the owner of the request's key. Raises RequestError (401, 403)."""
-        if self._keys is None:
+        if self.keys is None:
             return ANONYMOUS
         key = key_of(scope)
-        identity = self._keys.identify(key) if key else None
+        identity = self.keys.identify(key) if key else None
         if identity is None:
-            self._metrics.rejected_without_key()
+            self.metrics.rejected_without_key()
             if (now := time.monotonic()) >= self._next_log:
                 self._next_log = now + LOG_EVERY_S
                 log.warning("rejected a request without a valid API key from %s", (scope.get("client") or "?")[0])

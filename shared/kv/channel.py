@@ -40,29 +40,24 @@ class KVChannel(Protocol):
 
     def descriptor(self) -> bytes:
         """Receiver: return a description of our pool. The peer's channel of the same name can parse it."""
-        ...
 
     def grant(self, reservation_id: bytes, rows: Sequence[int]) -> None:
         """Receiver: allow writes to these rows under `reservation_id` (16 bytes, hard to guess, never used again).
 
         Raises ValueError if the id does not have 16 bytes or is already open, or if a row is outside our pool.
         """
-        ...
 
     def revoke(self, reservation_id: bytes) -> None:
         """Receiver: end a reservation. If `fenced` is true, nothing is written under it after this call. Idempotent."""
-        ...
 
     def fence_writer(self, incarnation_id: str) -> bool:
         """Receiver: refuse the process with this incarnation id from now on, because it is considered dead.
 
         If the process is connected, return False instead. It can then write until `on_writer_lost` is called.
         """
-        ...
 
     def reachable(self, descriptor: bytes) -> bool:
         """Writer: return whether a push to the owner of `descriptor` could succeed. Raises DescriptorError."""
-        ...
 
     async def push(
         self, descriptor: bytes, reservation_id: bytes, source: Sequence[int], target: Sequence[int]
@@ -71,11 +66,9 @@ class KVChannel(Protocol):
 
         Raises ChannelError. After the call has ended, even by cancellation, nothing more is written.
         """
-        ...
 
     async def close(self) -> None:
         """End both directions: fail the pushes in progress, and close the connections to peers. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,11 +253,9 @@ class ChannelLink(Protocol):
         After a ReservationRefusedError, the link can still be used; after an OSError, EOFError or PeerLostError, it
         cannot.
         """
-        ...
 
     def interrupt(self) -> None:
         """Make a blocked push fail soon. May be called on any thread."""
-        ...
 
     def close(self) -> None: ...
 

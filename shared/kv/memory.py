@@ -25,15 +25,12 @@ class Staging(Protocol):
 
     def read(self, rows: Sequence[int]) -> list[memoryview]:
         """Return buffers with the bytes of these rows."""
-        ...
 
     def room(self, rows: Sequence[int]) -> list[memoryview]:
         """Return one buffer for each row, which the caller fills."""
-        ...
 
     def write(self, rows: Sequence[int]) -> None:
         """Copy the buffers that `room(rows)` returned to the rows, and wait until the copy is complete."""
-        ...
 
     def close(self) -> None: ...
 
@@ -54,11 +51,9 @@ class KVMemory(Protocol):
 
     def checksums(self, rows: Sequence[int]) -> bytes:
         """Return the checksums of the rows, 8 bytes each."""
-        ...
 
     def staging(self) -> Staging:
         """Return a new Staging. The same thread must create, use and close it."""
-        ...
 
 
 def checksums(rows: Rows, indices: Sequence[int]) -> bytes:

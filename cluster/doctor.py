@@ -67,7 +67,7 @@ def run_doctor(settings: DoctorSettings) -> int:
 
 async def _run(settings: DoctorSettings) -> int:
     failed = set[str]()
-    stages = (_engines,) if settings.engine else (_installation, _running if settings.url else _replays_here)
+    stages = (_engines,) if settings.engine else (_installation, _running if settings.url else replays_here)
     for stage in stages:
         if failed and not settings.url:
             break  # the clusters of the next stage could not start
@@ -286,11 +286,11 @@ STATUS_CHECKS: dict[str, Callable[[Document], str]] = {
 # ---- clusters that doctor starts -----------------------------------------------------------------------------------
 
 
-async def _replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
+async def replays_here(settings: DoctorSettings) -> AsyncIterator[Finding]:
     """Compare the answers of a co-located cluster with those of one disaggregated cluster per KV channel. If
     --kv-channel names a channel, compare only with that channel's cluster."""
     model_name = settings.model or str(DEMO_MODEL)
-    on_gpus = 0 if settings.device == "cpu" else num_gpus()
+    on_gpus = num_gpus() if BuildOptions.from_settings(settings).on_gpu else 0
     every = ("cuda_ipc" if on_gpus else "shm", "tcp", "pool")
     channels = every if settings.kv_channel == "auto" else (settings.kv_channel,)
     with tempfile.TemporaryDirectory(prefix="baton-doctor-") as directory:

@@ -19,6 +19,7 @@ from compare.arms import Arm
 from compare.endpoint import Endpoint, EndpointError
 from compare.load.client import LoadSpec, drive
 from compare.load.outcome import LoadRecording
+from engine.options import BuildOptions
 from shared.config.settings import PREFIX, VLLM_VARIABLES, parse_size
 from shared.errors import ConfigError
 from shared.kv.layout import HOST_KV_BYTES
@@ -53,7 +54,8 @@ class LaunchOptions:
         flags += ["--cpus", ",".join(map(str, self.cpus))] if self.cpus else []
         flags += ["--emulate", self.emulate] if self.emulate else []
         flags += ["--engines", ",".join(self.engines[: arm.devices])] if self.engines else []
-        if self.gpus and arm.settings.get("device", "auto") in {"auto", "cuda"}:
+        device = "cpu" if arm.settings.get("runner") == "hash" else arm.settings.get("device", "auto")
+        if self.gpus and device in {"auto", "cuda"}:
             shared_pool = arm.settings.get("kv_channel") == "pool"  # then, prefill nodes use the GPUs of decode nodes
             num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)
             flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
@@ -165,12 +167,9 @@ class Deployments:
 
 
 def fit_together(arms: Sequence[Arm], model: str) -> bool:
-    """Return whether the processes of all arms can run at the same time, because there is enough memory for all.
-
-    Arms on GPUs cannot, because they all use the same devices.
-    """
-    needs_gpu = any(arm.settings.get("device", "auto").startswith("cuda") for arm in arms)
-    if needs_gpu or (Path("/dev/nvidia0").exists() and any("device" not in arm.settings for arm in arms)):
+    """Return whether there is memory for all arms at the same time. Arms on GPUs would all use the same devices."""
+    used = [(arm.settings.get("device", "auto"), arm.settings.get("runner", "torch")) for arm in arms]
+    if any(BuildOptions(model, device=device, runner=runner).on_gpu for device, runner in used):
         return False
     # The bytes of the weights as float32, if the files store 16 bits per weight.
     weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) * 2

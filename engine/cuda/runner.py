@@ -32,7 +32,7 @@ from shared.rpc.messages import SamplingParams
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")
-FAR, WARM_COUNT, MANY = 4096, 16, 64  # sizes in the warm-up: longest context, tokens per chunk, chunks per step
+FAR, WARM_COUNT, MANY = 5120, 16, 64  # sizes in the warm-up: longest context, tokens per chunk, chunks per step
 
 
 @dataclass(slots=True)
@@ -109,26 +109,27 @@ class CudaRunner(TorchRunner):
         }
 
     def warm_up(self) -> None:
-        """Run steps with long and short contexts, few and many tokens and requests, and a logit bias.
+        """Run steps with long and short contexts, few and many tokens and requests, with and without a logit bias.
 
         These steps differ from the largest step and from the captured steps. They compile kernels that a request could
         otherwise wait for: attention has different kernels for few, several and many decodes, and further kernels for
-        decodes of several tokens. The KV of these steps is stored in the dummy block.
+        decodes of several tokens. Graphs of decodes contain only the kernels for the longest context, but a step with
+        a chunk may need any of them. The KV of these steps is stored in the dummy block.
         """
         far = max(0, min(self._buffers.most_tokens, FAR) - WARM_COUNT)
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
         chunk = (0, WARM_COUNT)
-        mixes = [[(0, 1), chunk], [(far, 1), chunk], [(far, WARM_COUNT)], [chunk] * many]
+        mixes = [[(far, WARM_COUNT)], [chunk] * many]
         for power in range(self._capacity.slices.bit_length() + 1):
             others = [(0, 1)] * (min(2**power, self._capacity.slices) - 1)
-            mixes += [[(start, count), *others] for start in (0, far) for count in (1, 2)]
+            mixes += [[*some, *others] for at in (0, far) for some in ([(at, 1)], [(at, 2)], [chunk, (at, 1)])]
         for spans in mixes:
             slices = [self._warm_slice(start, count) for start, count in spans[: self._capacity.slices]]
             self.run(Step(0, slices, []))
 
     def _warm_slice(self, start: int, count: int) -> Slice:
-        end = start + count
-        request = Request("warm-up", [0] * end, end, 1, sampling=SamplingParams(seed=0, top_p=0.9, logit_bias={0: 1.0}))
+        sampling = SamplingParams(seed=0, top_p=0.9, logit_bias={0: 1.0} if start else {})
+        request = Request("warm-up", [0] * (start + count), start + count, 1, sampling=sampling)
         return self._block_rows.use_dummy(Slice(request, start, count, True, 0), self._block_tokens)
 
     def run(self, step: Step) -> list[SliceOutput]:

@@ -4,12 +4,15 @@ import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from cluster.cli import main
-from cluster.doctor import STATUS_CHECKS, CheckWarning, Finding, examine, handed_off, same_tokens
+from cluster.doctor import STATUS_CHECKS, CheckWarning, Finding, examine, handed_off, replays_here, same_tokens
+from cluster.plan import DoctorSettings
 from cluster.secret import write_secret
+from compare.endpoint import EndpointError
 from tests.cluster.harness import RedisServer, cluster, wait_for
 
 NODE: dict[str, Any] = {
@@ -91,6 +94,16 @@ def test_different_tokens_fail_the_replay() -> None:
     with pytest.raises(ValueError, match="tcp answers greedy prompt 1"):
         same_tokens(answers)
     assert same_tokens(answers | {"tcp": [[1, 2, 3], [4]]}) == "2 prompts, co-located, tcp: the same tokens"
+
+
+@pytest.mark.parametrize("settings", [{"emulate": "h200-qwen3-8b"}, {"runner": "hash"}, {"device": "cpu"}])
+async def test_clusters_that_need_no_gpu_get_none(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Mock(return_value=Mock(start=AsyncMock(side_effect=EndpointError("not started")), end=AsyncMock()))
+    monkeypatch.setattr("cluster.doctor.LocalStack", started)
+    monkeypatch.setattr("cluster.doctor.num_gpus", lambda: 1)
+    assert [finding.level async for finding in replays_here(DoctorSettings(**settings))] == ["failed"] * 4
+    launches = [(arm.name, launch.gpus) for arm, launch, _ in (call.args for call in started.call_args_list)]
+    assert launches == [("co-located", 0), ("shm", 0), ("tcp", 0), ("pool", 0)]
 
 
 def test_a_channel_that_was_not_used_fails() -> None:

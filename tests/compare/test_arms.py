@@ -78,6 +78,7 @@ def test_the_command_line_of_an_arm_is_complete():
         ("disaggregated:1p1d@kv_channel=pool", "cuda:0"),
         ("colocated:2@device=cpu", None),
         ("colocated:2@device=cuda:1", None),
+        ("colocated:2@runner=hash", None),
     ],
 )
 def test_each_node_of_an_arm_gets_a_gpu_until_none_is_left(arm: str, devices: str | None):

@@ -207,13 +207,18 @@ async def test_arms_stay_up_together_or_one_at_a_time(keeps_all: bool):
     assert not other.is_up
 
 
-def test_arms_on_gpus_or_without_enough_memory_do_not_stay_up_together(tmp_path: Path):
+def test_arms_on_gpus_or_without_enough_memory_do_not_stay_up_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fit(*settings: str) -> bool:
         return fit_together(parse_arms([arm.name for arm in ARMS], settings), str(tmp_path))
 
     assert not fit("device=cuda")
     assert fit("device=cpu", "kv_cache_memory=1MiB")
     assert not fit("device=cpu", "kv_cache_memory=900TiB")
+    # A container with only the second GPU of its host has no /dev/nvidia0.
+    monkeypatch.setattr("engine.options.GPU_FILES", (str(tmp_path),))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert not fit("kv_cache_memory=1MiB")
+    assert fit("runner=hash", "kv_cache_memory=1MiB")
 
 
 class UnreachableDeployments(Deployments):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -272,6 +273,14 @@ def test_a_warm_up_touches_the_dummy_block_only(model: Decoder, captures: str) -
     assert pool.tensor[1:].isnan().all()
     assert pool.tensor[0].isfinite().all()
     assert pool.tensor[0].any()
+
+
+def test_a_warm_up_draws_with_and_without_adjusted_logits(model: Decoder) -> None:
+    """Triton compiles a kernel of the draw for each of the two cases."""
+    pool = pool_of(model, layout_of(model, NUM_BLOCKS, BLOCK_TOKENS))
+    sampler = Mock(side_effect=lambda logits, *_: torch.zeros(len(logits), dtype=torch.int64))
+    CudaRunner(model, pool, TorchAttention(pool), TorchKernels(CONFIG, pool), CPU, CAPACITY, sampler).warm_up()
+    assert {call.args[2] is None for call in sampler.call_args_list} == {False, True}
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7])

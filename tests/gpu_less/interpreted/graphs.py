@@ -1,4 +1,5 @@
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -6,10 +7,10 @@ from triton.runtime.interpreter import GridExecutor
 
 from benchmarks.random_model import random_decoder
 from engine.attention import TorchAttention
-from engine.cuda.attention import TritonAttention
+from engine.cuda.attention import FEW_SPLITS, SPLIT_TOKENS, TritonAttention
 from engine.cuda.layer import TritonKernels
 from engine.cuda.products import TritonFormat
-from engine.cuda.runner import CudaRunner
+from engine.cuda.runner import FAR, CudaRunner
 from engine.cuda.staging import StepCapacity
 from engine.kernels import TorchKernels
 from engine.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
@@ -71,23 +72,27 @@ def test_a_model_is_not_captured_if_its_launches_depend_on_values() -> None:
     assert not model.can_be_captured(TorchKernels(CONFIG, pool))
 
 
-def test_a_warm_up_launches_every_kernel_of_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton compiles a kernel for each combination of constants. A request must not wait for that."""
+@pytest.mark.parametrize(("captures", "num_slices"), [(False, 20), (True, 12)])
+def test_a_warm_up_launches_every_kernel_of_later_steps(
+    monkeypatch: pytest.MonkeyPatch, captures: bool, num_slices: int
+) -> None:
+    """Triton compiles a kernel for each combination of constants. A request must not wait for that. No kernel runs."""
     launched: set[tuple[object, ...]] = set()
-    launch = GridExecutor.__call__
 
-    def record(self: GridExecutor, *args: object, **constants: object) -> None:
+    def record(_self: GridExecutor, *_: object, **constants: object) -> None:
         if "QUERIES" in constants:
             launched.add(tuple(constants[name] for name in ("QUERIES", "SPLIT", "BLOCK_M", "WINDOWED", "num_stages")))
-        launch(self, *args, **constants)
 
     monkeypatch.setattr(GridExecutor, "__call__", record)
     model = random_decoder(WINDOWS, torch.float16, CPU)
     pool = pool_of(model, replace(layout_of(model, 90, 16), dtype="float16"))
     attention = TritonAttention(pool, split_tokens=16)
     attention.processors = 8  # the smallest number of programs for several decodes is 4, for many decodes 16
-    capacity = StepCapacity(slices=20, tokens=64, blocks=4, block_tokens=16, tables=pool.places.num_tables)
+    capacity = StepCapacity(slices=num_slices, tokens=64, blocks=4, block_tokens=16, tables=pool.places.num_tables)
     runner = CudaRunner(model, pool, attention, TorchKernels(WINDOWS, pool), CPU, capacity)
+    if captures:
+        monkeypatch.setattr(FakeGraphPool, "begin", lambda _: Mock())  # graphs that compute nothing
+        runner.capture(FakeGraphPool())
     runner.warm_up()
     warm = launched.copy()
     for mix in (
@@ -97,10 +102,12 @@ def test_a_warm_up_launches_every_kernel_of_later_steps(monkeypatch: pytest.Monk
         [(40, 5)] + [(30, 1)] * 18,
         [(30, 1)] * 6,
         [(0, 5)] + [(0, 1)] * 5,
+        [(0, 12)] + [(0, 1)] * 10,
     ):
         blocks = Blocks(90, 16, pool.places.groups)
-        requests = [blocks.request([1] * (start + count), max_tokens=1) for start, count in mix]
-        slices = [Slice(one, start, count, True, 0) for one, (start, count) in zip(requests, mix, strict=True)]
+        requests = [blocks.request([1] * (start + count), max_tokens=1) for start, count in mix[:num_slices]]
+        slices = [Slice(one, start, count, True, 0) for one, (start, count) in zip(requests, mix, strict=False)]
         runner.run(Step(0, slices, []))
     assert {(queries, split) for queries, split, *_ in warm} >= {(8, True), (8, False), (1, True), (1, False)}
     assert launched == warm
+    assert FAR > FEW_SPLITS * SPLIT_TOKENS  # so both variants of `merge` are launched, too

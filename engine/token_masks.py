@@ -36,6 +36,7 @@ class TokenMatcher:
     def __init__(self, tokenizer: GrammarTokenizer, grammar: str) -> None:
         """Compile the grammar. Raises ValueError if it does not compile."""
         self.matcher: LLMatcher = tokenizer.matcher(grammar)
+        self.matcher.compute_bitmask()  # the lexer's first states, which may take seconds, must not delay a step
         self.num_words, self.end_token = tokenizer.num_words, tokenizer.end_token
         self._seen: list[int] = []
 

@@ -197,8 +197,9 @@ class CountTokensBody(Body):
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
         system = _text(self.system)
         messages = [{"role": "system", "content": system}] if system else []
+        used: set[str] = set()
         for number, message in enumerate(self.messages):
-            messages += _chat_messages(message, number)
+            messages += _chat_messages(message, number, used)
         # A final message of the assistant is the beginning of the answer.
         continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         switches = {} if self.thinking is None else dict.fromkeys(SWITCHES, self.thinking.type != "disabled")
@@ -240,15 +241,21 @@ def _text(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _chat_messages(message: AnthropicMessage, number: int) -> list[dict[str, Any]]:
+def _chat_messages(message: AnthropicMessage, number: int, used: set[str]) -> list[dict[str, Any]]:
     """Convert message `number` to chat messages: one message for each tool result, and then one message for the other
-    blocks. Raises RequestError if a block is not allowed in a message of this role."""
+    blocks. Add the ids of the message's calls to `used`. Raises RequestError if a block is not allowed in a message of
+    this role, or if the id of a result is not in `used`."""
     blocks = message.blocks()
     for place, block in enumerate(blocks):
         of_user = isinstance(block, ToolResultBlock | ImageBlock)
         if not isinstance(block, TextBlock) and of_user != (message.role == "user"):
             param = f"messages[{number}].content[{place}]"
             raise RequestError(f"`{param}`: a message of the {message.role} cannot contain {block.type}.", param)
+        if isinstance(block, ToolUseBlock):
+            used.add(block.id)
+        elif isinstance(block, ToolResultBlock) and block.tool_use_id not in used:
+            param = f"messages[{number}].content[{place}].tool_use_id"
+            raise RequestError(f"`{param}` is not the id of an earlier tool_use block.", param, "invalid_value")
     found: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
         for block in blocks

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from secrets import token_hex
@@ -328,12 +329,14 @@ class JsonEndpoint:
     handlers: Sequence[Handler]  # one for each model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply, services, slots = ResponseWriter(scope, send), self.shared.models.services, self.shared.slots
+        services, slots, slot = self.shared.models.services, self.shared.slots, ExitStack()
+        reply = ResponseWriter(scope, send, slot.close)
         max_body_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * max(each.model.max_model_len for each in services)
         max_body_bytes += self.kind.more_bytes
         max_body_bytes += max(each.images.limits.body_bytes if each.images is not None else 0 for each in services)
         tenant = reply.identity.tenant
         slots.take(tenant)
+        slot.callback(slots.release, tenant)
         try:
             if slots.is_over_limit(tenant):
                 services[0].metrics.refused()
@@ -349,7 +352,7 @@ class JsonEndpoint:
         except Exception as error:  # noqa: BLE001 - every request gets a response
             await reply.fail(error)
         finally:
-            slots.release(tenant)
+            slot.close()
             reply.log()
 
     async def _handle(self, raw: bytes, reply: ResponseWriter) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
@@ -173,9 +173,10 @@ class ResponseWriter:
     task's log lines show, and writes the request's line in the access log.
     """
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, on_end: Callable[[], None] = lambda: None) -> None:
+        """`on_end` is called when the whole response is sent, before the client's next request is handled."""
         self.scope = scope
-        self._send = send
+        self._send, self._on_end = send, on_end
         self._label = self._name = label_of(scope)
         self.traceparent = traceparent_of(Headers(scope=scope).getlist("traceparent"))
         self.arrived = time.monotonic()
@@ -227,6 +228,7 @@ class ResponseWriter:
     async def end(self, body: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         self._is_complete, self._outcome = True, "answered"
+        self._on_end()
 
     async def fail(self, error: Exception) -> None:
         """Send an error as the response or, if a stream has started, as the stream's last event."""

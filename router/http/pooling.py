@@ -8,7 +8,7 @@ import asyncio
 import math
 from array import array
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from secrets import token_hex
 from time import time
 from typing import Annotated, Any, ClassVar, Literal
@@ -81,6 +81,10 @@ class EmbeddingBody(PoolingBody):
 class PairBody(PoolingBody):
     """The parameters that /v1/rerank and /v1/score share. `instruction` is for rerankers whose template supports it."""
 
+    expected: ClassVar[Mapping[str, str]] = dict(Body.expected) | dict.fromkeys(
+        ("text_1", "text_2", "queries", "documents"),
+        f"must have 1 to {MAX_INPUTS} texts that are not empty, or, for rerank, objects with `text`",
+    )
     chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
     instruction: Text | None = None
     use_activation: bool = True
@@ -116,7 +120,8 @@ class ScoreBody(PairBody):
                 raise RequestError(f"Give either `{name}` or `{other}`.", name)
         left, right = self.sides
         if len(left) not in {1, len(right)}:
-            raise RequestError("`text_1` must have one text, or as many as `text_2`.", "text_1")
+            first, second = "text_1" if self.queries is None else "queries", "text_2" if self.text_2 else "documents"
+            raise RequestError(f"`{first}` must have one text, or as many as `{second}`.", first)
         return self
 
     @property

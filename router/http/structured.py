@@ -162,6 +162,11 @@ def schema_constraint(schema: Schema, param: str, **options: Any) -> Constraint:
     if place := next((path for path, each in _objects(schema) if "$ref" in each and "$id" in each), None):
         text = f"`{param}`: `$ref` next to `$id` cannot be enforced (in {place}): drafts give it different meanings."
         raise RequestError(text, param, "invalid_grammar")
+    for path, each in _objects(schema):
+        least, named = each.get("minProperties"), each.get("required")
+        if isinstance(least, int) and least > 1 + len(named if isinstance(named, list) else ()):
+            text = f"`{param}`: `minProperties` cannot be enforced{path and f' (in {path})'}: a name may be repeated."
+            raise RequestError(f"{text} List the names in `required`.", param, "invalid_grammar")
     return Constraint(param, json_grammar(schema, **options), schema=schema)
 
 

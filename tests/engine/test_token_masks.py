@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from random import Random
+from time import process_time
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from engine.runner import leads
 from engine.sampling import NO_TOKEN, SamplingRow, sample
 from engine.token_masks import MaskFiller, TokenMasks, TokenMatcher
 from scheduler.request import Request, Slice, Step
-from shared.grammar import choice_grammar, json_grammar, lark_grammar
+from shared.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from shared.rpc.messages import SamplingParams, ThinkingBudget, pack_ids
 from tests.engine.build import GREEDY, VOCABULARY, generate, model_fixture, torch_runner  # noqa: F401
 from tests.engine.drive import answers, driven
@@ -71,6 +72,14 @@ def test_drafts_get_the_masks_of_their_positions_and_none_after_a_forbidden_one(
     forbidden = [row_of(matcher, ids_of("axb")[:count]) for count in range(3)]
     assert [len(tokens) for tokens in allowed(forbidden)] == [2, 1, 0]
     assert allowed([row_of(matcher, ids_of("ab"))]) == [set(ids_of("c") + ids_of("d"))]
+
+
+def test_a_step_does_not_wait_for_the_first_states_of_a_large_grammar() -> None:
+    began_s = process_time()
+    row = row_of(matcher_of(regex_grammar("(a{500}){500}")), [])
+    made_s = process_time()
+    assert len(allowed([row])[0]) == 1
+    assert process_time() - made_s < made_s - began_s
 
 
 def test_a_stop_token_is_allowed_exactly_where_the_text_is_complete() -> None:

@@ -76,7 +76,7 @@ GETS_OF_RESPONSES = {  # served by router/http/responses_api.py
     "GET /v1/responses/{id}": "`stream`: true or false; `starting_after`: number of the last event that the client received",
     "DELETE /v1/responses/{id}": "",
     "POST /v1/responses/{id}/cancel": "",
-    "GET /v1/responses/{id}/input_items": "",
+    "GET /v1/responses/{id}/input_items": '`limit`: integer from 1 to 100; `order`: `"asc"`, `"desc"`; `after`: id of an item',
     "GET /health, /ping, /metrics, /events, /docs, /openapi.json": "",
 }
 NOTES = {
@@ -86,7 +86,8 @@ NOTES = {
     "/v1/responses": "OpenAI's Responses API. `background`, `previous_response_id` and `store` require `--responses-store` "
     '([stored responses](operations.md#stored-responses)). With `truncation: "auto"`, the oldest turns of a conversation '
     "that is too long are left out; instructions and the last turn are kept.",
-    "/v1/messages": "Anthropic's Messages API. In answers, the `signature` of thinking blocks is empty.",
+    "/v1/messages": "Anthropic's Messages API. In answers, the `signature` of thinking blocks is empty. `budget_tokens` "
+    "of `thinking` does not limit the reasoning.",
     "/v1/messages/count_tokens": "Counts the tokens of the prompt in a request for `/v1/messages`.",
     "/v1/embeddings": "OpenAI's embeddings API. It requires an embedding model ([embeddings](embeddings.md)).",
     "/v1/rerank": "The rerank API of vLLM, Jina and Cohere. `/rerank` and `/v2/rerank` are the same endpoint.",

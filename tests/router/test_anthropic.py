@@ -184,7 +184,7 @@ BAD = [
     ({"messages": [USER | {"content": 5}]}, "messages[0].content"),
     ({"messages": [USER | {"content": [{"type": "image", "source": {}}]}]}, "messages[0].content"),
     ({"messages": [USER | {"content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "messages[0].content[0]"),
-    ({"messages": [USER | {"content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, "messages[0].tool_call_id"),
+    ({"messages": [USER | {"content": [{"type": "tool_result", "tool_use_id": "a"}]}], "system": "x"}, "messages[0].content[0].tool_use_id"),
     ({"system": 5}, "system"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"tools": [TOOL | {"type": "bash_20250124"}]}, "tools[0].type"),

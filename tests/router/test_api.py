@@ -542,6 +542,17 @@ async def test_requests_beyond_the_limit_are_rejected_with_a_retry_time(client, 
     assert [answers.closed for answers in dispatcher.answers] == [1] * 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_does_not_count_after_its_response(dispatcher, byte_level, stream):
+    body = json.dumps({"prompt": "x", "stream": stream}).encode()
+    app = app_of(dispatcher, byte_level, MODEL, max_concurrent_requests=1)
+    async with serving(app) as (_, port), asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(body) * 3 + post(body, "connection: close"))  # each request begins as soon as possible
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 4
+        writer.close()
+
+
 async def test_openais_client_works(dispatcher, byte_level):
     async with (
         serving(app_of(dispatcher, byte_level, MODEL)) as (_, port),

@@ -58,13 +58,15 @@ BAD: list[tuple[PoolingRule, str, dict[str, Any], str]] = [
     (EMBEDS, "/v1/embeddings", {"input": "a", "temperature": 1}, "Unknown parameter: `temperature`"),
     (EMBEDS, "/v1/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "`instruction` is for rerankers"),
     (EMBEDS, "/v1/rerank", {"query": "a", "documents": []}, "`documents`"),
-    (EMBEDS, "/v1/rerank", {"query": "a", "documents": [{"image": "b"}]}, "`documents`"),
+    (EMBEDS, "/v1/rerank", {"query": "a", "documents": [{"image": "b"}]}, "or, for rerank, objects with `text`"),
     (RANKS, "/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "`top_n`"),
     (RANKS, "/v1/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 4}, "shorten the documents"),
     (RANKS, "/v1/rerank", {"query": "a", "documents": ["b " * 300]}, "at most 199 fit"),
     (EMBEDS, "/v1/score", {"text_1": "a"}, "Give either `text_2` or `documents`."),
     (EMBEDS, "/v1/score", {"text_1": "a", "queries": "a", "text_2": "b"}, "Give either `text_1` or `queries`."),
     (EMBEDS, "/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "as many as `text_2`"),
+    (EMBEDS, "/v1/score", {"queries": ["a", "b"], "documents": ["c"]}, "`queries` must have one text"),
+    (EMBEDS, "/v1/score", {"text_1": [], "text_2": "b"}, "`text_1` must have 1 to 2048 texts"),
 ]
 
 

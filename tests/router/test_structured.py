@@ -68,6 +68,7 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"structured_outputs": {"json": POINT, "whitespace_pattern": "[ ]{1,2}"}}, ['{"x":  1}'], ['{"x":\n1}']),
     ({"structured_outputs": {"json": POINT, "disable_additional_properties": True}}, ['{"x":1}'], ['{"x":1,"y":2}']),
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
+    ({"structured_outputs": {"json": {"required": ["a"], "minProperties": 2}}}, ['{"a":1,"b":2}'], ['{"a":1,"a":2}']),
     ({"structured_outputs": {"json": {"x-guidance": {"lenient": True}, "type": "null"}}}, ["null"], ["1"]),
     ({"structured_outputs": {"regex": r"[a-c]{2}|/\d"}}, ["ab", "/7"], ["a", "abc", "xab", "/٣"]),
     (
@@ -103,6 +104,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         *(SCHEMA, "keyword `not` cannot be enforced (in properties.a.items.0)"),
     ),
     ({"response_format": schema({"items": {"$ref": "#", "$id": "x"}})}, SCHEMA, "`$ref` next to `$id`"),
+    ({"response_format": schema({"required": ["a"], "minProperties": 3})}, SCHEMA, "a name may be repeated"),
     ({"response_format": schema({"type": "thing"})}, SCHEMA, "Invalid type: thing"),
     ({"response_format": schema({"type": "string", "format": "odd"})}, SCHEMA, "Unknown format: odd"),
     ({"response_format": schema({"$ref": "http://169.254.169.254/"})}, SCHEMA, "does not fetch resources"),

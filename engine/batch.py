@@ -15,11 +15,11 @@ from torch import Tensor
 from engine.kv_pool import DUMMY_BLOCK
 from engine.media import BatchImages, atomic_spans, batch_positions
 from engine.models.kv_places import KVPlaces, all_in_one_row
-from scheduler.request import Request, RequestState, Slice, StateUse, cdiv
+from scheduler.request import Request, Slice, StateUse, cdiv
 
 IntArray = NDArray[np.int32]
 FEW_TOKENS = 8  # for up to this many tokens, plain Python is faster than NumPy
-KEPT_ROWS = 1024  # if the tables of more requests than this are cached, the tables of ended requests are dropped
+KEPT_ROWS = 1024  # if more tables than this are cached in addition to a step's own tables, they are dropped
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class BlockRows:
         places = places or all_in_one_row(1)
         self._groups = [group for group in places.groups if group.kind != "state"]
         self._state_rows = places.state_rows
-        self._rows: list[dict[str, tuple[Request, list[int], IntArray]]] = [{} for _ in self._groups]  # by request id
+        self._rows: list[dict[str, tuple[list[int], IntArray]]] = [{} for _ in self._groups]  # by request id
 
     def covered(self, request: Request) -> int:
         """Return the number of blocks for which the request has rows."""
@@ -161,9 +161,8 @@ class BlockRows:
                 table[index, : count * group.rows] = self._row(slice_.request, number, count * group.rows)
             tables += [table] if group.rows == 1 else [table[:, row :: group.rows].copy() for row in range(group.rows)]
         for number, rows in enumerate(self._rows):
-            if len(rows) > KEPT_ROWS + 2 * len(slices):
-                kept = {name: row for name, row in rows.items() if row[0].state is not RequestState.DONE}
-                self._rows[number] = kept
+            if len(rows) > KEPT_ROWS + len(slices):
+                self._rows[number] = {slice_.request.id: rows[slice_.request.id] for slice_ in slices}
         return tables
 
     def _row(self, request: Request, number: int, count: int) -> IntArray:
@@ -173,10 +172,10 @@ class BlockRows:
         that the request released, but no slice reads them.
         """
         table, kept = request.tables[number], self._rows[number].get(request.id)
-        row = kept[2] if kept is not None and kept[1] is table else _NONE
+        row = kept[1] if kept is not None and kept[0] is table else _NONE
         if len(row) < count:
             row = np.concatenate((row, np.array(table[len(row) :], np.int32)))
-            self._rows[number][request.id] = (request, table, row)
+            self._rows[number][request.id] = (table, row)
         return row[:count]
 
     def states(self, slices: Sequence[Slice]) -> StateBatch | None:

@@ -110,7 +110,8 @@ def images_of(slices: Sequence[Slice], encoder: ImageEncoder | None) -> tuple[Ba
                 continue
             features = None if image is None or encoder is None else image.features or encoder.kept(image.media)
             if features is None:
-                missing.add(index)
+                if high > slice_.start + slice_.num_stored:  # otherwise, only a draft head reads the result
+                    missing.add(index)
                 continue
             rows.append(torch.arange(low, high) - slice_.start + first)
             parts.append(part_of(features, low - span.start, high - span.start))

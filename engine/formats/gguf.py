@@ -5,7 +5,7 @@ Each length in the header is checked against the size of the file before it is u
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -126,13 +126,14 @@ class GgufCheckpoint:
 
     Tensors are returned on `device`. Matrices in Q4_0 keep their 4-bit codes. Other quantized tensors become float16.
     Methods raise ValueError, with the tensor's name, if a tensor is missing or its shape differs from the config's.
+    As in llama.cpp, an output matrix in the file is used even if config.json states that it is tied to the embeddings.
     """
 
     def __init__(self, file: Path, config: ModelConfig, device: torch.device) -> None:
         self._file = file
-        self._config = config
         self._device = device
         self._architecture, self._entries = read_entries(file)
+        self.config = replace(config, tie_word_embeddings=False) if "output.weight" in self._entries else config
         expected = ARCHITECTURES.get(config.architecture)
         if expected is None:
             known = ", ".join(ARCHITECTURES)
@@ -149,10 +150,9 @@ class GgufCheckpoint:
         return self._read(f"{name}.weight", (out, width), codes=True)
 
     def finish(self) -> None:
-        """Raise ValueError if a tensor was not requested. Two tensors are exempt: `rope_freqs`, whose values follow
-        from config.json, and an output matrix that is a copy of tied embeddings."""
-        known = {"rope_freqs.weight"} | ({"output.weight"} if self._config.tie_word_embeddings else set())
-        if left := self._entries.keys() - known:
+        """Raise ValueError if a tensor was not requested. `rope_freqs` is exempt, because its values follow from
+        config.json."""
+        if left := self._entries.keys() - {"rope_freqs.weight"}:
             raise ValueError(
                 f"{self._file}: {len(left)} tensors are not part of the model that config.json describes, "
                 f"such as {min(left)[:100]!r}"
@@ -169,7 +169,7 @@ class GgufCheckpoint:
         if self._architecture != "llama" or part not in {"q_proj", "k_proj"}:
             return weight
         # llama.cpp rotates adjacent rows of a head together; Hugging Face rotates rows i and i + head_dim / 2 together.
-        halves = torch.arange(shape[0], device=self._device).view(-1, self._config.head_dim // 2, 2)
+        halves = torch.arange(shape[0], device=self._device).view(-1, self.config.head_dim // 2, 2)
         return rows_of(weight, halves.transpose(1, 2).flatten())
 
 

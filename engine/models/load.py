@@ -50,7 +50,7 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     names, file = FAMILIES[config.architecture].weights, weight_files(path)[0]
     if file.suffix == GGUF:
         source = GgufCheckpoint(file, config, device)
-        model = assemble(source.take, config, dtype, linear or Plain(dtype), names, source)
+        model = assemble(source.take, source.config, dtype, linear or Plain(dtype), names, source)
         source.finish()
         return model
     scheme, checkpoint = read_scheme(path), Checkpoint(path, device)

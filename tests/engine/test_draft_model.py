@@ -3,6 +3,7 @@ its KV lives as long as the KV of the target model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from sys import getrefcount
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.random_model import random_decoder
+from engine.batch import KEPT_ROWS, BlockRows
 from engine.draft_model import CATCH_UP, DraftModel
 from engine.kv_pool import KVPool, PrivateMemory
 from engine.models.decoder import Decoder
@@ -18,7 +20,7 @@ from engine.models.kv_places import kv_places
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec
 from engine.runner import SliceOutput, TorchRunner
 from scheduler.drafters import Speculation
-from scheduler.request import Request, Step
+from scheduler.request import Request, Slice, Step
 from scheduler.scheduler import StepLimits
 from shared.rpc.messages import SamplingParams
 from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, every_backend
@@ -174,3 +176,11 @@ def test_a_failing_draft_model_ends_only_the_guesses() -> None:
     drafter.runner.run = run
     assert run_together(requests_of(3, False, SAMPLINGS), node) == answers_of(model, requests_of(3, False, SAMPLINGS))
     assert 0 < node.scheduler.counters.draft_tokens < 40
+
+
+def test_the_tables_of_mirrors_are_dropped() -> None:
+    """The state of a mirror does not change when its request ends."""
+    rows, mirrors = BlockRows(), [Request(str(at), [0], 1, 1, tables=[[1]]) for at in range(2 * KEPT_ROWS)]
+    for mirror in mirrors:
+        rows.tables([Slice(mirror, 0, 1, True, 0)], 4)
+    assert sum(getrefcount(mirror.tables[0]) > 2 for mirror in mirrors) <= KEPT_ROWS + 2

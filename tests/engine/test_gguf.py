@@ -14,6 +14,7 @@ from engine.weights import check_finite, fingerprint, stored_dtype, tensor_files
 from shared.model_files import resolve
 from tests.engine.build import CPU, generate, torch_runner
 from tests.engine.gguf_files import convert, header, text
+from tests.engine.quantized_files import change_config
 
 SIZES = {
     "vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1,
@@ -63,6 +64,13 @@ def directory(tmp_path: Path) -> Path:
     transformers.AutoModelForCausalLM.from_config(LLAMA).save_pretrained(tmp_path / "dense")
     convert(tmp_path / "dense", tmp_path / "gguf", "F16", "llama")
     return tmp_path / "gguf"
+
+
+def test_an_output_matrix_of_its_own_is_used_if_the_config_claims_that_there_is_none(directory: Path) -> None:
+    hidden = torch.randn(3, 64)
+    expected = load_model(directory, torch.float32, CPU).logits(hidden)
+    change_config(directory, tie_word_embeddings=True)
+    assert torch.equal(load_model(directory, torch.float32, CPU).logits(hidden), expected)
 
 
 ONE = struct.pack("<IQQ", 3, 1, 0)

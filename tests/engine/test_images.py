@@ -13,11 +13,11 @@ import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from engine.foreign.vision import VisionEncoder
-from engine.media import PromptImage
+from engine.media import PromptImage, images_of
 from engine.models.load import load_model
 from node.output_publisher import delta_of
 from scheduler.prefix import MediaSpan
-from scheduler.request import Request
+from scheduler.request import Request, Slice
 from scheduler.scheduler import StepLimits
 from shared.images import ImageRules, read_image_rules
 from shared.rpc.messages import Media
@@ -175,3 +175,9 @@ def test_a_request_whose_image_is_missing_ends_alone(tmp_path: Path) -> None:
         node.step()
     assert whole.tokens[whole.num_prompt :] == answer(reference, "qwen3 vl", given[0], [image], COUNT)
     assert not node.scheduler.audit()
+
+
+def test_a_token_that_is_computed_again_for_a_draft_head_needs_no_image() -> None:
+    made = Request("r", list(range(12)), 12, 4, media=(MediaSpan(2, 2, 3, b""),))
+    for num_stored, missing in ((0, {0}), (1, set())):
+        assert images_of([Slice(made, 7, 5, True, 0, num_stored=num_stored)], None) == (None, missing)

@@ -172,7 +172,7 @@ class TorchRunner(Runner):
             return super().launch(step)
         batch = self._build(step, before)
         self._worker = self._worker or ThreadPoolExecutor(1, "device")
-        return self._worker.submit(self._pass, step, batch).result
+        return self._worker.submit(self._pass, step, batch, before is not None).result
 
     def warm_up(self) -> None:
         """Run a chunk and a decode on the thread that runs passes. Their KV is stored in the dummy block."""
@@ -187,11 +187,11 @@ class TorchRunner(Runner):
         return build(step.slices, self._block_tokens, self._device, slices, self._block_rows)
 
     @torch.inference_mode()
-    def _pass(self, step: Step, batch: Batch) -> list[SliceOutput]:
+    def _pass(self, step: Step, batch: Batch, follows: bool = False) -> list[SliceOutput]:
         outputs = [SliceOutput() for _ in step.slices]
         if not outputs:
             return outputs
-        self._carry(batch)
+        self._carry(batch, follows)
         rows = [row_of(step.slices[index]) for index in batch.sampled]
         masks = self._masks.start(rows)
         batch.images, missing = images_of(step.slices, self._encoder)
@@ -235,12 +235,13 @@ class TorchRunner(Runner):
         head.observe(slices, hidden, every.captured)
         return hidden[batch.logit_rows]
 
-    def _carry(self, batch: Batch) -> None:
+    def _carry(self, batch: Batch, follows: bool) -> None:
         """Copy the tokens that the previous step drew into this batch. After a failed draw, whose request has ended,
-        the token is 0."""
+        the token is 0. If the step `follows` a step that failed, raise RuntimeError, because it would overwrite the
+        recurrent states from which the slices of the failed step run again."""
         draws, self._draws = self._draws, None
-        if batch.carried and draws is None:
-            raise RuntimeError("the previous step failed, and this step needs its tokens")
+        if follows and draws is None:
+            raise RuntimeError("the previous step failed, and this step needs its results")
         for at, index in batch.carried:
             batch.tokens[at] = (draws or [])[index].token or 0
 

@@ -15,7 +15,7 @@ from node.router_sessions import RouterSessions
 from node.stats import NodeState
 from node.validation import check_submit
 from scheduler.prefix import MediaSpan
-from scheduler.request import Request
+from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler
 from shared import failpoints
 from shared.clock import now_ns
@@ -261,6 +261,8 @@ class ActiveRequests:
         received_ns = now_ns()
 
         def add(scheduler: Scheduler) -> None:
+            if request.state is RequestState.DONE:  # it was released: its blocks may belong to another request now
+                return
             try:
                 scheduler.add(request)
                 self._recorder.added(request, received_ns)
@@ -355,8 +357,8 @@ class ActiveRequests:
         self._engine.post(end)
 
     def release(self, request: Request) -> "asyncio.Future[None]":
-        """Abort a request in the scheduler. The returned future is done when no launched step can write to the
-        request's blocks any more."""
+        """Abort a request in the scheduler, which will not get it again. The returned future is done when no launched
+        step can write to the request's blocks any more."""
         done: asyncio.Future[None] = self._loop.create_future()
         publisher = self._state.publisher
         self._engine.post(lambda scheduler: publisher.release(scheduler, request, done))

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import time
+from hashlib import blake2b
 from urllib.parse import urlsplit
 
 from shared.config.settings import EVERY_ADDRESS, JoiningSettings
@@ -13,14 +14,18 @@ from shared.registry import RESOLVE_INTERVAL_S, is_redis, listed_addresses
 from shared.resolver import is_address
 
 log = logging.getLogger("baton.node")
+MAX_HOST = 48  # a node's name has at most 64 characters, which include the role and the process id
 
 
 def default_id(role: str) -> str:
     """Return a name that no other node has.
 
     In a container, the name of the main process ends with the container's host name, so a restart does not change it.
+    The end of a long host name is replaced by a hash.
     """
-    name = f"{role}-{socket.gethostname()}"
+    if len(host := socket.gethostname()) > MAX_HOST:
+        host = f"{host[: MAX_HOST - 9]}-{blake2b(host.encode(), digest_size=4).hexdigest()}"
+    name = f"{role}-{host}"
     is_main_process = 1 in (os.getpid(), os.getppid())  # with `init`, the main process is the child of process 1
     return name if in_container() and is_main_process else f"{name}-{os.getpid()}"
 

@@ -14,7 +14,7 @@ from engine.media import NO_IMAGE
 from engine.runner import SliceOutput
 from engine.step_time_fit import StepTiming
 from node.recorder import SchedulerSnapshot, StepRecorder
-from scheduler.request import Request, Step
+from scheduler.request import Request, RequestState, Step
 from scheduler.scheduler import Scheduler, StepOutput
 from shared import failpoints
 from shared.clock import now_ns
@@ -72,6 +72,8 @@ class OutputPublisher(EngineListener):
     def release(self, scheduler: Scheduler, request: Request, done: "asyncio.Future[None]") -> None:
         """Abort a request, and complete `done` when all launched steps that compute the request have ended."""
         scheduler.abort(request)
+        if request.state is not RequestState.DONE:  # it still waits for its grammar or its images
+            request.move_to(RequestState.DONE)
         self._releasing.append((request, done))
 
     def on_turn(self, scheduler: Scheduler) -> None:

@@ -143,9 +143,12 @@ async def open_channels(
     if wanted in {"auto", "tcp"}:
         host = settings.kv_host or settings.host
         advertise = None if settings.kv_host not in {"", *EVERY_ADDRESS} else settings.advertise
-        channels.append(
-            TcpChannel(memory, incarnation_id, lambda _: None, host, settings.kv_port, advertise, timeout_s)
-        )
+
+        async def start(host: str, port: int) -> int:
+            channels.append(TcpChannel(memory, incarnation_id, lambda _: None, host, port, advertise, timeout_s))
+            return port
+
+        await listen(start, host, settings.kv_port, "--kv-port", "--kv-host" if settings.kv_host else "--host")
     if components.emulation is not None:
         block_tokens = components.layout.block_tokens
         return [cast(KVChannel, EmulatedLink(each, components.emulation, block_tokens)) for each in channels]

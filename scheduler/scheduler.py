@@ -266,9 +266,10 @@ class Scheduler:
             request.num_in_flight -= 1
             request.num_sampling -= slice_.samples
             is_good = failed is None or not failed[index]
+            has_ended = request.state is RequestState.DONE  # the driver may then have omitted the slice
             if id(slice_) in self._saves:
-                self._finish_save(slice_, is_good and slice_.epoch == request.epoch)
-            if request.state is RequestState.DONE:
+                self._finish_save(slice_, is_good and not has_ended and slice_.epoch == request.epoch)
+            if has_ended:
                 continue
             if is_good:
                 try:

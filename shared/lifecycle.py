@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -140,9 +141,12 @@ class TaskGroup:
             await asyncio.wait(pending, timeout=0.5)
 
 
-async def listen(start: Callable[[str, int], Awaitable[int]], host: str, port: int, flag: str) -> int:
-    """Start a server and return its port. Raises OSError, which names the flag, if it cannot listen."""
+async def listen(
+    start: Callable[[str, int], Awaitable[int]], host: str, port: int, flag: str, host_flag: str = "--host"
+) -> int:
+    """Start a server and return its port. Raises OSError, which names the flag to change, if it cannot listen."""
     try:
         return await start(host, port)
     except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None
+        fix = flag if error.errno in {errno.EADDRINUSE, errno.EACCES} else host_flag
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {fix}") from None

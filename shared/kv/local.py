@@ -139,7 +139,7 @@ def private(directory: str | Path) -> Path:
     path = Path(directory)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
-    is_open = found.st_uid != 0 and found.st_mode & stat.S_IWOTH
+    is_open = found.st_uid != 0 and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if found.st_uid not in {os.getuid(), 0} or is_open or found.st_mode & stat.S_ISVTX:
         raise OSError(f"--kv-directory {path}: other users can write there; give a directory of your own")
     return path

@@ -157,7 +157,7 @@ def configure(path: str, listens: Mapping[str, str]) -> None:
         _own.append(read_identity(path))
         return
     for flag, host in listens.items():
-        if not is_loopback(host):
+        if not is_loopback(host, flag):
             raise ConfigError(
                 f"{flag} {host}: listening beyond this machine needs a cluster secret: write one with `baton secret "
                 "FILE`, and give every process --cluster-secret-file FILE"
@@ -169,10 +169,10 @@ def own() -> ClusterIdentity | None:
     return _own[0] if _own else None
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host name or address. Raises ConfigError if it does not resolve."""
+def is_loopback(host: str, flag: str = "--host") -> bool:
+    """Return whether only this machine can reach a host. Raises ConfigError, with the flag, if it does not resolve."""
     try:
         found = {str(address[0]).partition("%")[0] for *_, address in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{host}: cannot be resolved to an address to listen on: {error}") from None
+        raise ConfigError(f"{flag} {host}: cannot be resolved to an address to listen on: {error}") from None
     return all(ipaddress.ip_address(address).is_loopback for address in found)

@@ -24,7 +24,9 @@ from decode_node.__main__ import main as run_decode_node
 from engine.weights import INDEX, check_finite
 from prefill_node.__main__ import main as run_prefill_node
 from router.__main__ import main as router_main
-from shared.config.settings import NodeSettings, RouterSettings
+from shared.config.settings import NodeSettings, RouterSettings, flag_of
+from shared.lifecycle import listen
+from shared.rpc.methods import RpcServer
 from tests.cluster.harness import DEMO, ROOT
 from tests.command_line import refusal
 
@@ -305,11 +307,16 @@ def test_the_router_logs_an_ipv6_address_as_a_url(capsys: pytest.CaptureFixture[
     assert "listening on http://[::1]:" in capsys.readouterr().err
 
 
-def test_a_nodes_port_in_use_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["port", "kv_port"])
+def test_a_nodes_port_in_use_is_reported(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        check_refusal(
-            capsys,
-            lambda: run_decode_node(nodes(tmp_path, port=port, num_blocks=64)),
-            f"cannot listen on 127.0.0.1:{port}: ",
-        )
+        settings = nodes(tmp_path, num_blocks=64, **{name: port})
+        line = refusal(capsys, lambda: run_decode_node(settings))
+    assert f"cannot listen on 127.0.0.1:{port}: " in line
+    assert line.rstrip().endswith(f"; choose another {flag_of(name)}")
+
+
+async def test_a_host_on_which_a_node_cannot_listen_is_reported_with_its_flag() -> None:
+    with pytest.raises(OSError, match=r"^cannot listen on 203\.0\.113\.7:0: .*; choose another --kv-host$"):
+        await listen(RpcServer({}).start, "203.0.113.7", 0, "--kv-port", "--kv-host")

@@ -2,20 +2,26 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
+from benchmarks.random_model import random_decoder
 from engine.engine import Engine
 from engine.models.decoder import Decoder
+from engine.models.spec import AttentionSpec, DeltaSpec, LayerSpec, MlpSpec
 from engine.step_time_fit import FIRST_S, StepDeadline
 from scheduler.cost import StepWork
 from scheduler.request import Request, Step
+from scheduler.scheduler import StepLimits
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import model_fixture  # noqa: F401
+from tests.engine.build import CONFIG, CPU, GREEDY, model_fixture  # noqa: F401 - a fixture
 from tests.engine.drive import Drive, answers, expected_of, runner_of, scheduler_of, workload
+from tests.engine.nodes import Node
 from tests.node.harness import quiet  # noqa: F401 - a fixture
 
 
@@ -109,3 +115,24 @@ def test_a_request_that_causes_an_error_or_broken_logits_fails_alone(
     assert drive.scheduler.audit() == ""
     ledger = drive.scheduler.ledger()
     assert ledger.free + ledger.cached == ledger.total
+
+
+@pytest.mark.usefixtures("quiet")
+def test_the_failure_of_a_request_changes_no_recurrent_state_of_another_request() -> None:
+    """The step of the failed request runs again. The next step, which was launched before, must not overwrite the
+    states that are read again."""
+    layers = (LayerSpec(DeltaSpec(1, 2, 4, 8, 3), MlpSpec(20)), LayerSpec(AttentionSpec(4, 2, 16), MlpSpec(20)))
+    model = random_decoder(replace(CONFIG, layers=layers), torch.float32, CPU, deviation=0.3)
+    limits, found = StepLimits(12, long_prefill_token_threshold=8, max_num_partial_prefills=2), []
+    for fails in (False, True):
+        node = Node(model, limits, 5, 4)
+        node.runner.ahead = True
+        long = Request("long", list(range(40)), 40, 4, sampling=GREEDY)
+        short = Request("short", [1, 2, 3], 3, 1, sampling=SamplingParams())
+        if fails:
+            break_draw(short)
+        drive = Drive(node.scheduler, node.runner, {0: [("add", long)], 1: [("add", short)]})
+        drive.run()
+        assert (drive.failure, drive.errors) == (None, ["internal"] * fails)
+        found.append(long.tokens)
+    assert found[0] == found[1]

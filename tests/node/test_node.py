@@ -185,6 +185,20 @@ async def test_grammars_of_aborted_requests_are_not_compiled(tmp_path: Path, mon
         await here.empty()
 
 
+async def test_a_released_request_is_not_computed_when_its_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a shared pool, its blocks may belong to another request by then."""
+    compiled = threading.Event()
+    monkeypatch.setattr(active_requests, "TokenMatcher", lambda *_: compiled.wait(60))
+    here = large_node(rules=RequestRules(VOCABULARY, grammars=GrammarTokenizer(Path(), VOCABULARY)))
+    async with attached(here) as line:
+        request = here.node.requests.register(line.name, submission(grammar="slow"))
+        await here.node.requests.release(request)
+        compiled.set()
+        assert not await wait_until(lambda: here.node.stats().steps > 0, 0.3)
+        here.node.requests.abort("r")
+        await here.empty()
+
+
 async def test_a_node_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
     here = hash_node(DECODE, rules=RequestRules(VOCABULARY, grammars=GrammarTokenizer(tmp_path, VOCABULARY)))
     async with attached(here) as line:

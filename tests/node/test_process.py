@@ -1,6 +1,7 @@
 """Test the process of a node: how it leaves a shared KV pool, which address it advertises, and failed starts."""
 
 import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,13 +13,15 @@ from decode_node.__main__ import main
 from engine.hash_model import HashRunner
 from engine.runner import SliceOutput, TorchRunner
 from engine.startup import is_out_of_memory
-from node.identity import advertised
+from node.identity import advertised, default_id
 from node.process import EXIT_ENGINE_FAILED, leave_shared_pool
 from scheduler.request import Request, Step
 from scheduler.role import PREFILL
 from shared.config.settings import NodeSettings
 from shared.kv.memory import HostMemory
 from shared.lifecycle import wait_until
+from shared.registry import check_node
+from shared.rpc.messages import NodeInfo
 from tests.cluster.harness import DEMO
 from tests.node.harness import BLOCK_TOKENS, GREEDY, ROW_BYTES, VOCABULARY, hash_node
 
@@ -81,6 +84,15 @@ def test_a_node_that_listens_everywhere_advertises_its_address_towards_the_regis
     if ":" in address and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
     assert advertised(NodeSettings(model="m", host=host, registry=registry)) == address
+
+
+def test_the_default_name_of_a_node_is_valid_and_differs_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ["host", "h" * 63, "h" * 64]
+    monkeypatch.setattr(socket, "gethostname", iter(hosts).__next__)
+    names = {default_id("prefill") for _ in hosts}
+    assert len(names) == 3
+    for name in names:
+        check_node(NodeInfo(name, "a" * 32, "prefill", "host:1", "m", "print", *[1] * 5))
 
 
 def test_a_registry_of_the_other_address_family_is_a_one_line_error() -> None:

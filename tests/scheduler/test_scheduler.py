@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scheduler.cost import CostModel
 from scheduler.geometry import Geometry, Group
 from scheduler.policy import POLICIES, Policy
+from scheduler.prefix import block_hashes
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler, StepLimits
 from tests.scheduler.drive import Driver, expected, request, traffic
@@ -300,6 +301,22 @@ def test_a_state_that_a_failed_slice_saved_is_not_found() -> None:
         assert (scheduler.pool.find((1, first.hashes[1])) is None) == failed
         scheduler.add(second)
         assert [piece.start for piece in scheduler.schedule().slices if piece.request is second] == [0 if failed else 8]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_state_that_was_saved_after_the_end_of_its_request_is_not_found(fails: bool) -> None:
+    """The engine does not run a slice of a request that has ended, if the step fails and its slices run one by one."""
+    scheduler = Scheduler(StepLimits(), 60, 4, groups=(Group("full"), Group("state", 3)))
+    scheduler.add(ends := request("ends", list(range(6)), 9, stop_tokens=frozenset({9})))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler.update(first, [[7]])
+    third = scheduler.schedule()
+    assert [piece.state is not None and piece.state.save_at for piece in third.slices] == [8]
+    scheduler.update(second, [[] if fails else [9]], [fails])
+    assert ends.finish == ("error" if fails else "stop")
+    scheduler.update(third, [[]])
+    assert scheduler.audit() == ""
+    assert scheduler.pool.find((1, block_hashes([*range(6), 7, 9], 4, b"")[1])) is None
 
 
 def test_stop_tokens_end_a_request_but_not_before_min_tokens() -> None:

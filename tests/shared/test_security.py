@@ -162,7 +162,7 @@ def own() -> Iterator[None]:
 
 
 def test_an_address_that_does_not_resolve_is_refused() -> None:
-    with pytest.raises(ConfigError, match="aaa: cannot be resolved"):
+    with pytest.raises(ConfigError, match=r"^--host a{64}: cannot be resolved"):
         tls.configure("", {"--host": "a" * 64})
 
 
@@ -259,7 +259,7 @@ def test_baton_up_writes_its_secret_in_a_private_directory(tmp_path: Path, monke
     if os.getuid() == 0:  # directories of root are trusted
         os.chown(open_to_all, 1234, -1)
         monkeypatch.setattr(os, "getuid", lambda: 1234)
-    for mode in (0o1777, 0o777, 0o702):
+    for mode in (0o1777, 0o777, 0o702, 0o770):
         open_to_all.chmod(mode)
         with pytest.raises(ConfigError, match="other users can write there"):
             own_secret(str(open_to_all))

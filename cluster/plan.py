@@ -186,6 +186,12 @@ class DoctorSettings(LocalSettings):
     engine: EngineUrl = setting("", "URL of a vLLM server to check instead; see docs/engines.md.", "none")
     peer: EngineUrl = setting("", "URL of a second vLLM server, which exchanges KV with --engine.", "none")
 
+    @model_validator(mode="after")
+    def _check_peer(self) -> "DoctorSettings":
+        if self.peer and not self.engine:
+            raise ValueError("--peer: needs --engine, the URL of the first vLLM server")
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Child:

@@ -16,6 +16,8 @@ IDLE_POLL_S = 0.2
 # because nodes report, and proxies read the counters of vLLM servers, at most twice a second.
 IDLE_POLLS = 8
 SUMMARIES = 4000  # a router keeps at most this many summaries
+STEPS = 65_536  # and this many steps of each node
+MAX_TRACE_S = 3600.0  # a router refuses requests for longer traces
 
 Document = dict[str, Any]
 
@@ -65,12 +67,12 @@ class Endpoint:
 
     async def steps(self, node: str, since_ms: float) -> list[Document]:
         """Return the node's steps since a Unix time, oldest first. Each step maps names of columns to values."""
-        answer = await self._json(f"/v1/steps?node={node}&since_ms={since_ms:.3f}&limit=65536")
+        answer = await self._json(f"/v1/steps?node={node}&since_ms={since_ms:.3f}&limit={STEPS}")
         return [dict(zip(answer["fields"], row, strict=True)) for row in answer["steps"]]
 
     async def trace(self, last_s: float) -> bytes:
-        """Return a trace of the last `last_s` seconds in Chrome's format."""
-        return (await self._send("GET", f"/trace?last={last_s:.0f}s")).content
+        """Return a trace of the last `last_s` seconds, or of the last MAX_TRACE_S seconds, in Chrome's format."""
+        return (await self._send("GET", f"/trace?last={min(last_s, MAX_TRACE_S):.0f}s")).content
 
     async def complete(self, prompt: Sequence[int], max_tokens: int, salt: str) -> list[int]:
         """Request a greedy answer of exactly `max_tokens` tokens, and return its token ids."""
@@ -125,9 +127,14 @@ def is_external(node: Document) -> bool:
     return "engine_url" in (node.get("facts") or {})
 
 
+def alive_nodes(status: Document) -> list[Document]:
+    """Return the nodes of a router's status, without those that were lost or have left, which stay listed."""
+    return [node for node in status["nodes"] if node["alive"]]
+
+
 def is_idle(status: Document) -> bool:
     """Return whether no request runs and no block is in use. Cached blocks do not count as in use."""
-    nodes = [node for node in status["nodes"] if node["alive"]]
+    nodes = alive_nodes(status)
     blocks = [node["blocks"] for node in nodes]
     return (
         not status["requests"]["running"]

@@ -186,6 +186,7 @@ def _check_choices(options: CompareOptions) -> None:
             raise ConfigError(f"{flag}: has no effect without {needed}; give {needed}, or leave out {flag.split()[0]}")
     for one, other, both in (
         ("--start", "--rate", options.start and options.rate is not None),
+        ("--start", "--find-capacity", options.start and options.find_capacity),
         ("--trace", "--preset", options.trace and options.preset),
         ("--rate", "--find-capacity", options.rate is not None and options.find_capacity),
         ("--url", "--arms", options.url and (options.arms or options.more_arms)),

@@ -58,7 +58,7 @@ class CompareOptions:
     rate: float | None = flag("RATE", None, "Requests per second. Default: 4 for presets, else the times of the trace.")
     burstiness: float = flag("SHAPE", 1.0, "For random arrival times: 1 is Poisson, less is burstier.", min=0.01)
     find_capacity: bool = flag("", False, "Search for each arm's highest rate within the SLO.", "--find-capacity")
-    start: float = flag("SECONDS", 0.0, "Seconds to skip at the start of the trace. Not with --rate.", min=0.0)
+    start: float = flag("SECONDS", 0.0, "Seconds of the trace to skip. Only with the trace's own times.", min=0.0)
     duration: float = flag("SECONDS", 20.0, "Seconds of traffic in each period.", min=1.0)
     too_long: str = flag("ACTION", "error", "For requests longer than the context: error, cut (shorten) or drop.")
     seeds: int = flag("NUMBER", 6, "Periods of each arm. Periods with the same seed are paired.", min=1, max=100)

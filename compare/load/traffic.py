@@ -111,7 +111,7 @@ class PromptVocabulary:
 class TrafficSource:
     """Draws the traffic of a session from its options. `limit` is the model's maximum context (0: no limit).
 
-    Without --rate, a preset uses PRESET_RATE, and a trace uses its own times.
+    Without --rate, a preset uses PRESET_RATE, and a trace uses its own times or, with --find-capacity, its mean rate.
     """
 
     def __init__(
@@ -123,6 +123,8 @@ class TrafficSource:
         self._limit = limit
         self._preset = "" if options.trace else options.preset or DEFAULT_PRESET
         self._rate = PRESET_RATE if options.rate is None and self._preset else options.rate
+        if options.find_capacity and trace:  # a search draws the times, so a trace may be shorter than the periods
+            self._rate = len(trace) / max(options.duration, trace[-1].at_s - trace[0].at_s)
         self._scale = (
             options.scale_tokens if options.scale_tokens is not None else PRESET_SCALE if self._preset else 1.0
         )

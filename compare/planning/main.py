@@ -53,13 +53,14 @@ def add_validation(
     """Measure the best candidates, add the results to the plan, and write the plan. Return 0, or 1 if a measurement
     failed."""
     (out / "validation" / "logs").mkdir(parents=True, exist_ok=True)
+    (out / "validation" / "requests.jsonl").write_text("")  # discard the requests of an earlier validation
     try:
         plan["validation"] = asyncio.run(validate(options, simulations, best, out / "validation", say))
     except EndpointError as error:
         print(f"baton plan: --validate {options.validate}: {error}", file=sys.stderr)
         return 1
     _write(out, plan, say)
-    return 0
+    return int(len(plan["validation"]) < len(best))
 
 
 async def _search(search: PlanSearch, arms: Sequence[str], simulations: Simulations) -> SearchResult:

@@ -29,7 +29,7 @@ class PlanOptions:
     )
     set: list[str] = flag("SETTING=VALUE", [], "A setting of all nodes, such as max_num_seqs=128; repeatable.")
     seeds: int = flag("NUMBER", 5, "Number of seeds for the best candidates.", min=2, max=20)
-    requests: int = flag("NUMBER", 800, "Minimum requests in each run of the best candidates.", min=100, max=100_000)
+    requests: int = flag("NUMBER", 800, "Minimum requests in each run of the best candidates.", min=100, max=20_000)
     workers: int = flag("NUMBER", 0, "Number of processes that simulate. Default: one per CPU.", min=0, max=1024)
     validate: str = flag("PLACE", "", "Afterwards, measure the two best candidates: live or emulated.")
     model: str = flag("MODEL", "", "With --validate: the model, whose tokenizer is used. Default: the demo's.")

@@ -19,6 +19,7 @@ from compare.load.outcome import LatencySlo
 from compare.planning.candidates import SAME, Lengths, Run, Simulations, miss_counts, prepare
 from compare.planning.options import PlanOptions
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, CapacitySearch
+from shared.lifecycle import set_parent_death_signal
 
 FINALISTS = 3
 MOST_STEPS = 12  # maximum number of changes of the rate in one round
@@ -211,6 +212,7 @@ _simulations: Simulations | None = None  # the simulations of this worker proces
 
 def _begin(options: PlanOptions) -> None:
     global _simulations  # noqa: PLW0603 - the functions that a pool calls cannot get this object as an argument
+    set_parent_death_signal(os.getppid())()  # otherwise, a worker would wait forever after SIGTERM to its parent
     _simulations = prepare(options)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compare.arms import ArmSettings
-from compare.endpoint import Document
+from compare.endpoint import STEPS, Document
 from compare.load.outcome import LoadRecording, Outcome
 from compare.load.traffic import spread
 from compare.run.session import Experiment, Findings, Period, main_problem
@@ -335,7 +335,8 @@ def _means(name: str, pairs: Sequence[tuple[RunMetrics, RunMetrics]]) -> Documen
 
 
 def _busy(periods: Sequence[Period], figures: Figures) -> Document:
-    """Return the shares of time in which each node was busy or idle, averaged over the periods."""
+    """Return the shares of time in which each node was busy or idle, averaged over the periods. The time before the
+    first step that the router kept is left out."""
     rows: dict[str, list[dict[str, float]]] = defaultdict(list)
     for period in periods:
         begin_ms = period.recording.started_unix_ns / 1e6
@@ -343,8 +344,9 @@ def _busy(periods: Sequence[Period], figures: Figures) -> Document:
         for node, steps in period.steps.items():
             cost = period.costs.get(node)
             model = CostModel.unpacked(cost) if cost else None
-            if last_s > first_s:
-                window_ms = (begin_ms + first_s * 1e3, begin_ms + last_s * 1e3)
+            since_ms = steps[0]["start_ms"] if len(steps) >= STEPS else 0.0
+            window_ms = max(begin_ms + first_s * 1e3, since_ms), begin_ms + last_s * 1e3
+            if window_ms[1] > window_ms[0]:
                 rows[node].append(busy_shares(steps, window_ms, model))
     return {
         node: {name: float(np.mean([each[name] for each in shares])) for name in shares[0]}

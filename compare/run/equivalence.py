@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from compare.arms import Arm
-from compare.endpoint import Document, Endpoint
+from compare.endpoint import Document, Endpoint, alive_nodes
 from compare.load.outcome import LoadRecording, Outcome
 
 ANSWER_TOKENS = 12
@@ -66,7 +66,7 @@ def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
     facts["max_model_len"] = str(endpoint.max_model_len or UNKNOWN)
     if not status:
         return facts
-    nodes = status["nodes"]
+    nodes = alive_nodes(status)
     facts["devices"] = str(len(nodes))
     by_fact: dict[str, list[str]] = {}
     for node in nodes:

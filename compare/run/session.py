@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from compare.arms import Arm
-from compare.endpoint import SUMMARIES, Document, Endpoint, EndpointError, is_external
+from compare.endpoint import STEPS, SUMMARIES, Document, Endpoint, EndpointError, alive_nodes, is_external
 from compare.load.client import LoadSpec
 from compare.load.outcome import LatencySlo, LoadRecording, Outcome
 from compare.load.traffic import Traffic
@@ -46,13 +46,15 @@ REPORT_S = 10.0
 class Trial(NamedTuple):
     """One run of one arm with the traffic of one seed. `position` is its index among all trials of the session.
 
-    In a search for a capacity, `rate` replaces the rate of the traffic.
+    In a search for a capacity, `rate` replaces the rate of the traffic, and `attempt` is the number of invalid trials
+    that this trial repeats.
     """
 
     arm: str
     seed: int
     position: int
     rate: float | None = None
+    attempt: int = 0
 
     @property
     def traffic(self) -> tuple[int, float | None]:
@@ -337,9 +339,9 @@ class Session:
             self._experiment.traffic(seed, rate)
         except ConfigError as error:
             raise ArmLostError(f"{arm} at {rate:.3g} req/s could not be measured: {error}") from None
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             async with self._one_at_a_time:
-                period = await self._run_trial(Trial(arm, seed, len(self._findings.periods), rate))
+                period = await self._run_trial(Trial(arm, seed, len(self._findings.periods), rate, attempt))
             if not period.problems:
                 break
         else:
@@ -435,25 +437,27 @@ class Session:
         control = self._experiment.control
         is_shared = self._experiment.engines or (control and control.url and control.name == trial.arm)
         again = trial.arm if is_shared else ""
-        return f"{self._started_ns} {trial.traffic} {again}"
+        return f"{self._started_ns} {trial.traffic} {trial.attempt} {again}"
 
 
 def _as_found(arm: Arm, status: Document | None) -> Arm:
     """Return the arm. For a running stack, fill in its numbers of nodes and its policy."""
     if not arm.url or status is None:
         return arm
-    roles = [node["role"] for node in status["nodes"]]
-    policies = {str((node.get("facts") or {}).get("policy")) for node in status["nodes"]}
+    nodes = alive_nodes(status)
+    roles = [node["role"] for node in nodes]
+    policies = {str((node.get("facts") or {}).get("policy")) for node in nodes}
     settings = {"policy": policies.pop()} if len(policies) == 1 else {}
     return replace(arm, prefill=roles.count("prefill"), decode=roles.count("decode"), settings=settings)
 
 
 def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
     """Compare tokens and work between arms under the same traffic, and add the results to the findings."""
-    groups: dict[tuple[int, float | None], dict[str, LoadRecording]] = {}  # recordings by traffic, then by arm
+    # Recordings by traffic and attempt, then by arm. The tokens of emulated nodes depend on the salt of the attempt.
+    groups: dict[tuple[int, float | None, int], dict[str, LoadRecording]] = {}
     for period in findings.periods:
-        groups.setdefault(period.trial.traffic, {})[period.trial.arm] = period.recording
-    for (seed, _), recordings in groups.items():
+        groups.setdefault((*period.trial.traffic, period.trial.attempt), {})[period.trial.arm] = period.recording
+    for (seed, *_), recordings in groups.items():
         count, different = equivalence.different_tokens(recordings)
         findings.compared += count
         findings.different += [{"seed": seed, **row} for row in different]
@@ -481,8 +485,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
 
     The bytes of KV that moved must match the number of blocks that moved. `splits` is the result of `splits_of`.
     """
-    was = {node["id"]: node for node in before["nodes"] if node["alive"]}
-    now = {node["id"]: node for node in after["nodes"] if node["alive"]}
+    was, now = ({node["id"]: node for node in alive_nodes(status)} for status in (before, after))
     problems = [f"node {name} was lost" for name in was.keys() - now.keys()]
     problems += [f"node {name} joined during the run" for name in now.keys() - was.keys()]
     counts = dict.fromkeys(COUNTED, 0)
@@ -531,8 +534,13 @@ async def add_records(period: Period, endpoint: Endpoint, before: Document, *, s
             " phases, transfers and causes omit them; give a shorter --duration"
         )
     since_ms = max(0.0, period.recording.started_unix_ns / 1e6 - SLACK_MS)
-    for node in itertools.filterfalse(is_external, status["nodes"]):  # vLLM servers report no steps
-        period.steps[node["id"]] = await endpoint.steps(node["id"], since_ms)
+    for node in itertools.filterfalse(is_external, alive_nodes(status)):  # vLLM servers report no steps
+        period.steps[node["id"]] = steps = await endpoint.steps(node["id"], since_ms)
+        if len(steps) >= STEPS:
+            period.notes.append(
+                f"the router kept only the latest {STEPS} steps of {node['id']}, so the strip and the busy shares omit"
+                " the first steps; give a shorter --duration"
+            )
         period.costs[node["id"]] = node.get("cost") or []
 
 

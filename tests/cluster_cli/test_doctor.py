@@ -14,6 +14,7 @@ from cluster.plan import DoctorSettings
 from cluster.secret import write_secret
 from compare.endpoint import EndpointError
 from tests.cluster.harness import RedisServer, cluster, wait_for
+from tests.command_line import refusal
 
 NODE: dict[str, Any] = {
     "id": "decode-0",
@@ -173,3 +174,7 @@ def test_a_silent_router_and_a_silent_redis_give_two_failed_lines(capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("failed")] == ["registry", "cluster"]
     assert "--registry redis://127.0.0.1:9: no Redis within 3 s: Error 111 connecting to 127.0.0.1:9" in "".join(lines)
+
+
+def test_a_peer_without_an_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--peer: needs --engine" in refusal(capsys, lambda: main(["doctor", "--peer", "http://127.0.0.1:9"]))

@@ -48,6 +48,7 @@ def in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (["--trace-format", "azure"], "--trace-format: has no effect without --trace; give --trace, or leave out --trace-f"),
         (["--start", "5"], "--start: has no effect without --trace; give --trace, or leave out --start"),
         (["--trace", "t.csv", "--start", "5", "--rate", "3"], "--start and --rate: give only one of them"),
+        (["--trace", "t.csv", "--start", "5", "--find-capacity"], "--start and --find-capacity: give only one of them"),
         (["--attainment", "0.8"], "--attainment: has no effect without --find-capacity; give --find-capacity, or leave"),
         (["--trace", "t.csv", "--burstiness", "0.5"], "--burstiness with --trace: has no effect without --rate or --find-"),
         (["--trace", "no.csv", "--burstiness", "0.5", "--rate", "3"], "no.csv: No such file"),
@@ -160,6 +161,15 @@ def test_a_simulation_has_no_limits_of_the_demo_model():
     Path("own.jsonl").write_text(json.dumps(line | {"prompt_len": 900_000}))
     with pytest.raises(ConfigError, match="exceed the model's 880000 tokens"):
         prepare(options)
+
+
+def test_a_trace_for_a_search_may_be_shorter_than_the_periods():
+    """The search begins at the mean rate of the trace."""
+    lines = [json.dumps({"t": number / 2, "prompt_len": 8, "max_tokens": 4}) for number in range(81)]
+    Path("own.jsonl").write_text("\n".join(lines))
+    made = prepare(CompareOptions(on="sim", trace=Path("own.jsonl"), find_capacity=True))[0]
+    assert made.first_rate == 81 / 40
+    assert 20 < len(made.traffic(6, None).arrivals) < 70
 
 
 def test_notes_are_printed_with_the_verdict(capsys: pytest.CaptureFixture[str]):

@@ -8,6 +8,7 @@ from compare.arms import parse_arm, parse_arms
 from compare.endpoint import Endpoint, EndpointError, is_idle
 from compare.load.outcome import LoadRecording, Outcome
 from compare.run.equivalence import check_parity, different_answers, different_tokens, facts_of, work_differences
+from dashboard.routes import MAX_LAST_S
 from tests.compare.reports import recording
 
 ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
@@ -15,6 +16,7 @@ ARMS = parse_arms(["colocated:2", "disaggregated:1p1d"])
 
 def status(*nodes: dict[str, Any]) -> dict[str, Any]:
     usual = {"fingerprint": "abc", "block_tokens": 16, "block_bytes": 64, "blocks": {"total": 100}, "facts": {}}
+    usual |= {"alive": True}
     return {"nodes": [usual | node for node in nodes]}
 
 
@@ -22,8 +24,9 @@ def facts_by_arm(first: dict[str, str], second: dict[str, str]) -> dict[str, dic
     return {ARMS[0].name: first, ARMS[1].name: second}
 
 
-def test_facts_are_those_of_all_nodes():
+def test_facts_are_those_of_all_nodes_that_are_alive():
     nodes = {"facts": {"dtype": "float32", "torch": "2"}}, {"facts": {"dtype": "bfloat16"}}
+    nodes += ({"facts": {"dtype": "float16"}, "alive": False},)
     facts = facts_of(Endpoint("http://x"), status(*nodes))
     assert (facts["dtype"], facts["torch"]) == ("bfloat16 | float32", "2 | unknown")
     assert (facts["num_blocks"], facts["devices"]) == ("100", "2")
@@ -130,6 +133,18 @@ async def test_an_answer_that_is_not_openai_is_an_error_of_the_endpoint(body: st
             await endpoint.complete([1], 1, "")
         with pytest.raises(EndpointError, match="is it an OpenAI API"):
             await endpoint.connect()
+        await endpoint.close()
+
+
+async def test_a_period_may_be_longer_than_the_longest_trace() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=200 if float(request.query["last"].removesuffix("s")) <= MAX_LAST_S else 400)
+
+    app = web.Application()
+    app.router.add_get("/trace", answer)
+    async with TestServer(app) as server:
+        endpoint = Endpoint(str(server.make_url("")))
+        assert await endpoint.trace(MAX_LAST_S + 100) == b""
         await endpoint.close()
 
 

@@ -3,11 +3,14 @@
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from cluster.cli import main
@@ -25,6 +28,7 @@ from compare.planning.validation import simulated, validate
 from compare.run.session import Experiment, Findings
 from compare.stats.capacity import CapacityEstimate, CapacityPoint, capacity_of, paired_capacities
 from engine.emulation import COSTS
+from tests.cluster.harness import state_of, wait_for
 from tests.command_line import refusal
 
 ONE, SPLIT = "colocated:2", "disaggregated:1p1d"
@@ -65,6 +69,7 @@ def trace(path: Path, prompt: int, answer: int) -> Path:
         (["--set", "max-num-batched-tokens=64"], "--set max_num_batched_tokens: the plan tries several values; give"),
         (["--model", "nowhere"], "--model: has no effect without --validate; give --validate, or leave out --model"),
         (["--budgets", "9999999"], "Invalid value for '--budgets'"),
+        (["--requests", "50000"], "Invalid value for '--requests'"),
         (["--workers", "3000000000"], "Invalid value for '--workers'"),
         (["--out", "t.jsonl"], "--out t.jsonl: Not a directory"),
     ],
@@ -210,6 +215,22 @@ def test_a_validation_that_cannot_start_ends_with_one_line(
     assert capsys.readouterr().err == "baton plan: --validate emulated: http://127.0.0.1:1 does not answer\n"
 
 
+@pytest.mark.parametrize(("num_rows", "status"), [(0, 1), (1, 1), (2, 0)])
+def test_a_validation_fails_if_a_candidate_was_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, status: int
+) -> None:
+    async def measures(*_: Any) -> list[dict[str, Any]]:
+        assert not (tmp_path / "validation" / "requests.jsonl").read_text(), "no requests of an earlier validation"
+        return [{}] * num_rows
+
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation" / "requests.jsonl").write_text("{}")
+    monkeypatch.setattr("compare.planning.main.validate", measures)
+    monkeypatch.setattr("compare.planning.main._write", lambda *_: None)
+    best = [Measured(arm, CapacityEstimate(1.0, None, None)) for arm in (ONE, SPLIT)]
+    assert add_validation({}, PlanOptions(validate="emulated"), simulations(), best, tmp_path, print) == status
+
+
 def measured(arm: str, rates: list[float]) -> Measured:
     """Return a candidate whose seeds have these capacities."""
     points = [
@@ -240,6 +261,15 @@ def test_the_recommendation_says_when_only_variants_of_one_mode_are_too_close_to
     text = recommendation(found, runs, PlanOptions())
     assert text.startswith(f"Too close to call: {SPLIT} (10.1 req/s) and {SPLIT}@max_num_batched_tokens=512 (10.1")
     assert f" {SPLIT} carries 18 % more than {ONE} [" in text
+
+
+def test_a_terminated_plan_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "baton", "plan", "--workers", "2", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        workers: list[psutil.Process] = []
+        wait_for(lambda: workers.extend(psutil.Process(process.pid).children()) or len(workers) > 1, "workers start")
+        process.terminate()
+    wait_for(lambda: not any(state_of(each.pid) for each in workers), "no worker is left", 10)
 
 
 def test_the_recommendation_names_the_candidates_with_unknown_intervals() -> None:

@@ -130,6 +130,22 @@ def test_no_server_has_cached_a_prompt_of_an_earlier_trial(tmp_path: Path):
     assert salt("http://a", send="ids", is_baton=True) == salt("http://b", send="ids", is_baton=True) != ""
 
 
+async def test_a_repeated_trial_finds_no_prompt_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first trial of the second arm is invalid, so a search for the capacity repeats it, with another salt."""
+    monkeypatch.setattr("compare.run.session.steady_attainment", lambda *_: 0.0)  # the search ends at its first rate
+    arms = tuple(replace(arm, url="http://x") for arm in ARMS)
+    made = replace(experiment(tmp_path), arms=arms, slo=LatencySlo(60_000, 60_000), first_rate=1.0, lowest_rate=1.0)
+    async with serving() as (url, bodies):
+        deployments = ServedDeployments(url, ())
+        deployments.endpoints = {arms[0].name: Traced(url, 0), arms[1].name: Traced(url, 2)}
+        found = await run_session(made, deployments, print)
+    one, other = (arm.name for arm in arms)
+    assert [period.trial.arm for period in found.periods] == [one, other, other]
+    salts = [body["cache_salt"] for body in bodies]
+    assert salts[0] == salts[1] != salts[2]
+    assert found.compared == 1, "the answers to the repeated trial have no counterpart with the same salt"
+
+
 class Forgetful(Endpoint):
     """An endpoint whose router keeps the records of only one request."""
 
@@ -141,6 +157,20 @@ class Forgetful(Endpoint):
 
     async def requests(self) -> list[Document]:
         return [{"id": "r1"}]
+
+
+async def test_steps_that_the_router_has_dropped_are_noted(monkeypatch: pytest.MonkeyPatch):
+    class Stepped(Forgetful):
+        async def status(self) -> Document:
+            return status(node("n"), node("m"))
+
+        async def steps(self, node: str, since_ms: float) -> list[Document]:
+            return [{"start_ms": 1.0}] * (3 if node == "n" else 2)
+
+    monkeypatch.setattr("compare.run.session.STEPS", 3)
+    period = Period(Trial("a", 1, 0), recording())
+    await add_records(period, Stepped("http://x"), status(node("n"), node("m")), splits=None)
+    assert [note.partition(",")[0] for note in period.notes] == ["the router kept only the latest 3 steps of n"]
 
 
 async def test_requests_without_a_record_at_the_router_are_noted():

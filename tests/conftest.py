@@ -3,6 +3,7 @@
 A profile sets the number of examples only for tests without their own `max_examples`.
 """
 
+import atexit
 import gc
 import importlib.util
 import logging
@@ -33,6 +34,8 @@ LONGEST = (
     "tests/gpu_less/test_compile.py", "tests/engine/test_draft_head.py", "tests/cluster/test_families.py",
     "tests/proxy_node/test_compare.py", "tests/bad_input/test_modes.py", "tests/cluster/test_operations.py",
     "tests/cluster/test_rolling.py", "tests/engine/test_images.py", "tests/cluster/test_role.py",
+    "tests/deploy/test_ray.py", "tests/deploy/test_slurm.py", "tests/cluster/test_speculation.py",
+    "tests/proxy_node/test_node.py",
 )  # fmt: skip
 
 
@@ -44,10 +47,7 @@ def pytest_collection_finish() -> None:
     """Exclude the objects that exist after the imports from garbage collection."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports its objects as leaked
 
 
 @pytest.fixture

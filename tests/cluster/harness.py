@@ -307,9 +307,13 @@ class Cluster:
         self, prompt: list[int], max_tokens: int, seen: Callable[[int], object] = lambda _: None, router: str = "router"
     ) -> list[int]:
         """Stream a completion. `seen` is called with the number of tokens so far."""
-        body = completion(self.model, prompt, max_tokens, stream=True)
-        request = urllib.request.Request(self.urls[router] + "/v1/completions", json.dumps(body).encode(), self.headers)
-        tokens: list[int] = []
+        return self.stream_of("/v1/completions", completion(self.model, prompt, max_tokens), seen, router)
+
+    def stream_of(
+        self, path: str, body: dict[str, Any], seen: Callable[[int], object], router: str = "router"
+    ) -> list[int]:
+        data, tokens = json.dumps(body | {"stream": True}).encode(), list[int]()
+        request = urllib.request.Request(self.urls[router] + path, data, self.headers)
         with urllib.request.urlopen(request, timeout=START_S) as answer:
             for event in events(answer):
                 tokens += event["choices"][0].get("token_ids") or []
@@ -319,19 +323,28 @@ class Cluster:
 
     @contextlib.contextmanager
     def streaming(self, prompts: list[list[int]], max_tokens: int) -> Iterator[None]:
-        """Stream all prompts at once. The `with` block starts when each stream has a token, and ends when all streams
-        have ended. Raises AssertionError if an answer is wrong."""
-        begun = [threading.Event() for _ in prompts]
-        with ThreadPoolExecutor(len(prompts)) as pool:
+        """Stream completions of all prompts at once, as `answering` does."""
+        bodies = [completion(self.model, prompt, max_tokens) for prompt in prompts]
+        with self.answering("/v1/completions", bodies, [expected(prompt, max_tokens) for prompt in prompts]):
+            yield
+
+    @contextlib.contextmanager
+    def answering(
+        self, path: str, bodies: list[dict[str, Any]], answers: list[list[int]], least: int = 1
+    ) -> Iterator[None]:
+        """Stream all answers at once. The `with` block starts when each stream has `least` tokens, and ends when all
+        streams have ended. Raises AssertionError if an answer is wrong."""
+        begun = [threading.Event() for _ in bodies]
+        with ThreadPoolExecutor(len(bodies)) as pool:
             streams = [
-                pool.submit(self.stream, prompt, max_tokens, lambda count, event=event: count and event.set())
-                for prompt, event in zip(prompts, begun, strict=True)
+                pool.submit(self.stream_of, path, body, lambda count, event=event: count >= least and event.set())
+                for body, event in zip(bodies, begun, strict=True)
             ]
             for event, stream in zip(begun, streams, strict=True):
-                wait_for(lambda event=event, stream=stream: event.is_set() or stream.done(), "a stream begins", 60)
-                assert event.is_set(), f"a stream ended without a token: {stream.exception() or stream.result()}"
+                wait_for(lambda event=event, stream=stream: event.is_set() or stream.done(), "a stream begins")
+                assert event.is_set(), f"a stream ended too early: {stream.exception() or stream.result()}"
             yield
-            assert [stream.result() for stream in streams] == [expected(prompt, max_tokens) for prompt in prompts]
+            assert [stream.result() for stream in streams] == answers
 
     def send(self, body: dict[str, Any], receive_buffer: int = 0) -> socket.socket:
         """Request a completion on a new connection, and return the connection."""

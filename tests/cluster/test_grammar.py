@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY, START_S, Cluster, cluster, completion, events
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, Cluster, cluster, completion
 from tests.cluster.random_grammars import constraints
 
 PERSON = {
@@ -131,24 +130,9 @@ def test_an_answer_survives_the_death_of_its_decode_node(both: list[Cluster], mo
     ]
     rows = [row | {"response_format": form} for row in rows]
     expected = [both[1].post("/v1/completions", row)["choices"][0]["token_ids"] for row in rows]
-    with cluster(1, 2, **SETTINGS | {"model": model}) as running, ThreadPoolExecutor(6) as pool:
-        begun = [threading.Event() for _ in rows]
-
-        def stream(row: dict[str, Any], has_begun: threading.Event) -> list[int]:
-            body = json.dumps(row | {"stream": True}).encode()
-            tokens: list[int] = []
-            request = urllib.request.Request(running.url + "/v1/completions", body, running.headers)
-            with urllib.request.urlopen(request, timeout=START_S) as answer:
-                for event in events(answer):
-                    tokens += event["choices"][0].get("token_ids") or []
-                    if len(tokens) > 5:
-                        has_begun.set()
-            return tokens
-
-        streams = [pool.submit(stream, *pair) for pair in zip(rows, begun, strict=True)]
-        assert all(event.wait(START_S) for event in begun), "a stream did not begin"
-        running.send_signal("decode-0", signal.SIGKILL)
-        assert [each.result() for each in streams] == expected
+    with cluster(1, 2, **SETTINGS | {"model": model}) as running:
+        with running.answering("/v1/completions", rows, expected, least=6):
+            running.send_signal("decode-0", signal.SIGKILL)
         assert running.status()["requests"]["moved"] > 0
 
 

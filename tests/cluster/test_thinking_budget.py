@@ -4,8 +4,6 @@ after the death of a node."""
 import json
 import re
 import signal
-import threading
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from tests.cluster.harness import DEMO, DEMO_VOCABULARY, START_S, Cluster, cluster, events
+from tests.cluster.harness import DEMO, DEMO_VOCABULARY, Cluster, cluster
 
 THINK, END = DEMO_VOCABULARY, DEMO_VOCABULARY + 1  # the tokens <think> and </think>
 WAYS: list[dict[str, Any]] = [
@@ -96,21 +94,6 @@ def test_a_budget_holds_after_the_death_of_a_decode_node(both: list[Cluster]) ->
     ways: list[dict[str, Any]] = [{"temperature": 0}, {}, {"structured_outputs": {"regex": "[a-z]{200}"}}]
     bodies = [body_of(number, way | {"max_tokens": 500}, 250) for number, way in enumerate(ways * 2)]
     expected = [ask(colocated, body)[0]["tokens"] for body in bodies]
-    begun = [threading.Event() for _ in bodies]
-
-    def stream(body: dict[str, Any], has_begun: threading.Event) -> list[int]:
-        data, tokens = json.dumps(body | {"stream": True}).encode(), list[int]()
-        request = urllib.request.Request(guessing.url + "/v1/chat/completions", data, guessing.headers)
-        with urllib.request.urlopen(request, timeout=START_S) as answer:
-            for event in events(answer):
-                tokens += event["choices"][0].get("token_ids") or []
-                if len(tokens) > 5:
-                    has_begun.set()
-        return tokens
-
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        streams = [pool.submit(stream, *pair) for pair in zip(bodies, begun, strict=True)]
-        assert all(event.wait(START_S) for event in begun), "a stream did not begin"
+    with guessing.answering("/v1/chat/completions", bodies, expected, least=6):
         guessing.send_signal("decode-0", signal.SIGKILL)
-        assert [each.result() for each in streams] == expected
     assert guessing.status()["requests"]["moved"] > 0

@@ -68,6 +68,19 @@ def every_backend(request: pytest.FixtureRequest) -> Iterator[None]:
     BACKEND.reset(chosen)
 
 
+@pytest.fixture(autouse=True, params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Run each test of a file that imports this fixture with 1 thread and with 3."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# For a test that runs no kernel, in a file that imports `every_backend`
+once = pytest.mark.parametrize("every_backend", ["torch"], indirect=True)
+
+
 def device_code(model: Decoder, pool: KVPool) -> tuple[AttentionBackend, Kernels]:
     """Return the attention and the kernels of the running test's backend."""
     name = BACKEND.get()

@@ -31,7 +31,7 @@ from scheduler.drafters import Speculation
 from scheduler.request import Request
 from scheduler.scheduler import StepLimits
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, every_backend, thinned
+from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, every_backend, once, thinned
 from tests.engine.draft_files import write_eagle, write_mtp
 from tests.engine.families import CONFIGS, SIZES, reference
 from tests.engine.nodes import Node, requests_of, run_together
@@ -105,6 +105,16 @@ def recorded(drafter: DraftHead) -> dict[tuple[str, int], Tensor]:
     return found
 
 
+def first_guesses(node: Node, head: HeadDecoder) -> tuple[dict[tuple[str, int], Tensor], list[int]]:
+    """Return the logits of the first guesses after a prompt of 17 tokens, and the prompt with the first token."""
+    found = recorded(drafting(node, head))
+    row = Request("r", [at * 7 % VOCABULARY for at in range(17)], 17, 10, sampling=GREEDY)
+    node.scheduler.add(row)
+    while not found:
+        node.step()
+    return found, row.tokens[:18]
+
+
 # ---- the published definition ---------------------------------------------------------------------------------------
 
 
@@ -116,12 +126,7 @@ def test_an_mtp_layer_guesses_as_published(kind: str, tmp_path: Path) -> None:
     model = load_model(tmp_path, torch.float32, CPU)
     model.config = replace(model.config, draft_layers=config.draft_layers, units=config.units)
     node = Node(model, StepLimits(max_num_batched_tokens=7), 4, 4)
-    found = recorded(drafting(node, load_mtp(tmp_path, model)))
-    row = Request("r", [at * 7 % VOCABULARY for at in range(17)], 17, 10, sampling=GREEDY)
-    node.scheduler.add(row)
-    while not found:
-        node.step()
-    text = row.tokens[:18]
+    found, text = first_guesses(node, load_mtp(tmp_path, model))
     states = files.base.model(torch.tensor([text[:-1]])).last_hidden_state[0]
     for depth in range(3):
         last, expected = files.logits(text, states)
@@ -139,12 +144,7 @@ def test_an_eagle_head_guesses_as_published(prefix: str, tmp_path: Path) -> None
     model = load_model(tmp_path, torch.float32, CPU)
     model.config = replace(model.config, draft_layers=config.draft_layers)
     node = Node(model, StepLimits(max_num_batched_tokens=7), 4, 4)
-    found = recorded(drafting(node, load_eagle(tmp_path / "eagle", model)))
-    row = Request("r", [at * 7 % VOCABULARY for at in range(17)], 17, 10, sampling=GREEDY)
-    node.scheduler.add(row)
-    while not found:
-        node.step()
-    text = row.tokens[:18]
+    found, text = first_guesses(node, load_eagle(tmp_path / "eagle", model))
     states = files.states(text[:-1])
     for depth in range(3):
         last, expected = files.logits(text, states)
@@ -303,6 +303,7 @@ def options_of(where: Path, **more: Any) -> BuildOptions:
     return BuildOptions(str(where), draft_method="mtp", kv_cache_memory=2**24, **more)
 
 
+@once
 def test_a_checkpoint_without_an_mtp_layer_is_refused(tmp_path: Path) -> None:
     reference(CONFIGS["llama"]).save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match=r"--speculative-config: method mtp: .*no MTP layer.*: use the method ngram"):
@@ -314,6 +315,7 @@ def test_a_checkpoint_without_an_mtp_layer_is_refused(tmp_path: Path) -> None:
         check_options(options_of(tmp_path))
 
 
+@once
 def test_an_incomplete_mtp_layer_is_refused_by_the_name_of_its_tensor(tmp_path: Path) -> None:
     write_mtp(CONFIGS["glm4 moe"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -323,6 +325,7 @@ def test_an_incomplete_mtp_layer_is_refused_by_the_name_of_its_tensor(tmp_path: 
         load_mtp(tmp_path, load_model(tmp_path, torch.float32, CPU))
 
 
+@once
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

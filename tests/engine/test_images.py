@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from scheduler.request import Request, Slice
 from scheduler.scheduler import StepLimits
 from shared.images import ImageRules, read_image_rules
 from shared.rpc.messages import Media
-from tests.engine.build import CPU, GREEDY, every_backend, thinned
+from tests.engine.build import CPU, GREEDY, every_backend, once, thinned
 from tests.engine.image_models import CONFIGS, END, IMAGE, START, answer, picture, processor, words, write
 from tests.engine.nodes import Node, run_together
 
@@ -65,12 +65,21 @@ def request(number: int, rules: ImageRules, encoder: VisionEncoder, tokens: list
     return made
 
 
-@pytest.mark.parametrize(("name", "way"), thinned(product(CONFIGS, WAYS), 3))
-def test_prompts_with_images_give_the_tokens_of_transformers(
-    name: str, way: tuple[int, float, bool], tmp_path: Path
-) -> None:
-    reference = write(name, tmp_path)
-    rules = read_image_rules(tmp_path)
+class Scene(NamedTuple):
+    """A model, prompts with images, and the tokens that transformers generates for them."""
+
+    name: str
+    directory: Path
+    rules: ImageRules
+    prompts: list[tuple[list[int], list[Media]]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    name, directory = request.param, tmp_path_factory.mktemp("model")
+    reference = write(name, directory)
+    rules = read_image_rules(directory)
     assert rules is not None
     images = [
         [picture(10 * row + place, *size) for place, size in enumerate(shapes)] for row, shapes in enumerate(SHAPES)
@@ -80,7 +89,13 @@ def test_prompts_with_images_give_the_tokens_of_transformers(
     assert prompts[0][0] == prompts[-1][0]
     expected = [answer(reference, name, tokens, each, COUNT) for (tokens, _), each in zip(prompts, images, strict=True)]
     assert expected[0] != expected[-1], "the image has no influence"
-    model, encoder = load_model(tmp_path, torch.float32, CPU), VisionEncoder(tmp_path, rules)
+    return Scene(name, directory, rules, prompts, expected)
+
+
+@pytest.mark.parametrize(("scene", "way"), thinned(product(CONFIGS, WAYS), 3), indirect=["scene"])
+def test_prompts_with_images_give_the_tokens_of_transformers(scene: Scene, way: tuple[int, float, bool]) -> None:
+    name, directory, rules, prompts, expected = scene
+    model, encoder = load_model(directory, torch.float32, CPU), VisionEncoder(directory, rules)
     size = 8 if name.startswith("qwen3.5") else 4  # a unit of a state must fit into a row
     longest = max(len(tokens) for tokens, _ in prompts) + COUNT
     budget, room, hands_over = way
@@ -97,6 +112,7 @@ def test_prompts_with_images_give_the_tokens_of_transformers(
     assert encoder.num_encoded == sum(map(len, SHAPES))
 
 
+@once
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_and_grids_are_those_of_the_processor(name: str, tmp_path: Path) -> None:
     write(name, tmp_path)
@@ -116,6 +132,7 @@ def test_sizes_and_grids_are_those_of_the_processor(name: str, tmp_path: Path) -
         assert found["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]], (width, height)
 
 
+@once
 @pytest.mark.parametrize(
     ("patch", "least", "most"), [(14, 56 * 56, 28 * 28 * 1280), (14, 3136, 12_845_056), (16, 65_536, 16_777_216)]
 )
@@ -136,6 +153,7 @@ def test_grids_of_published_models_are_those_of_the_processor(patch: int, least:
         assert 4 * rows * columns == oracle.get_number_of_image_patches(height, width), (width, height)
 
 
+@once
 def test_the_image_processor_of_processor_config_has_priority(tmp_path: Path) -> None:
     write("qwen3 vl", tmp_path)
     older = json.loads((tmp_path / "preprocessor_config.json").read_text())

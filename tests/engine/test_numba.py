@@ -1,7 +1,6 @@
 """Test attention and kernels on a CPU, both of numba and of the torch reference, against results in float64."""
 
 import importlib.util
-from collections.abc import Iterator
 from itertools import product
 from random import Random
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from engine.attention import AttentionLayer
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu
 from engine.kernels import TorchKernels
-from tests.engine.build import thinned
+from tests.engine.build import thinned, threads
 from tests.gpu_less.contract import (
     ROUTERS,
     batch_of,
@@ -36,17 +35,10 @@ from engine.cpu.attention_items import AttentionWork
 from engine.cpu.jit import kernel
 from engine.cpu.simd import FLOAT32, LANES, exponential, load_some, store_some, two_to_the
 
+__all__ = ["threads"]  # a fixture
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BACKENDS = ["torch", "numba"]
-
-
-@pytest.fixture(autouse=True, params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def spans(rng: Random) -> list[tuple[int, int]]:

@@ -1,6 +1,5 @@
 """Test that a fused decode pass gives the same logits and KV, bit for bit, as a decoder that calls each kernel."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -14,6 +13,7 @@ from engine.cpu import why_not_compiled
 from engine.cpu.selection import linear_on_cpu
 from engine.models.decoder import Decoder
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+from tests.engine.build import CPU, threads
 from tests.gpu_less.contract import batch_of, fill, pool_of
 
 if why_not_compiled():
@@ -24,7 +24,7 @@ from engine.cpu.fused_decode import MAX_ROWS, FusedDecode, fused_decode_of
 from engine.cpu.layer import NumbaKernels
 from engine.cpu.matmul_kernels import HAS_INT8, PANEL
 
-CPU = torch.device("cpu")
+__all__ = ["threads"]  # a fixture
 
 
 def config_of(
@@ -48,14 +48,6 @@ SHAPES = {
 FLOATS, SHORTS, BYTES = ("float32", "none"), ("bfloat16", "none"), ("auto", "int8")
 CASES = [*((name, FLOATS) for name in SHAPES), ("llama", SHORTS), ("qwen 2", BYTES), ("experts", SHORTS)]
 CASES += [("experts", BYTES)]
-
-
-@pytest.fixture(autouse=True, params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def decoder(config: ModelConfig, settings: tuple[str, str]) -> Decoder:

@@ -3,15 +3,13 @@
 import json
 import os
 import signal
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.harness import Cluster, ForkedProcess, cluster, free_port, wait_for
+from tests.cluster.harness import Cluster, ForkedProcess, cluster, completion, free_port, wait_for
 from tests.proxy_node.vllm_stub import answer
 
 TIMES = int(os.environ.get("BATON_ENGINE_KILLS", "1"))  # repetitions of each case
@@ -89,15 +87,9 @@ def serving(
 def streams(running: Cluster, prompts: list[list[int]], count: int) -> Iterator[None]:
     """Stream all prompts. The `with` block begins when each stream has received a token. After the block, check that
     each answer is complete and right."""
-    begun = [threading.Event() for _ in prompts]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        found = [
-            pool.submit(running.stream, prompt, count, lambda seen, event=event: seen and event.set())
-            for prompt, event in zip(prompts, begun, strict=True)
-        ]
-        assert all(event.wait(60) for event in begun), "a stream did not begin"
+    bodies = [completion(running.model, prompt, count) for prompt in prompts]
+    with running.answering("/v1/completions", bodies, [answer(prompt, count) for prompt in prompts]):
         yield
-        assert [each.result() for each in found] == [answer(prompt, count) for prompt in prompts]
 
 
 Act = Callable[[Cluster, Engines, str], None]

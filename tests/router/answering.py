@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import openai
+import pytest
 import tokenizers
 
 from router.dispatch.requests import ModelCard
@@ -70,4 +71,15 @@ async def connecting(**options: Any) -> AsyncIterator[Connect]:
             own = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
             return await stack.enter_async_context(own), dispatcher
 
+        yield connect
+
+
+@pytest.fixture(scope="module")
+def hermes() -> Tokenizer:
+    return hermes_tokenizer()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Connect]:
+    async with connecting() as connect:
         yield connect

@@ -122,7 +122,7 @@ JSON_ROWS = [  # tests/router/test_bodies.py has the table of all malformed bodi
         )
     ],
     Row("NUL", post(b'{"prompt":"a\\u0000b","max_tokens":1}'), {200}),
-    Row("a million unknown keys", post(b"{" + b",".join(b'"%d":0' % i for i in range(10**6)) + b"}"), {413}, True),
+    Row("a million keys", post(b"{" + b",".join([b'"key":0'] * 10**6) + b"}"), {413}, True),
     fields("unknown field", says="`temprature`", temprature=1),
 ]
 

@@ -11,22 +11,12 @@ import pytest
 from router.http.auth import ApiKeys
 from router.text.tokenizer import Tokenizer
 from shared.errors import UnavailableError
-from tests.router.answering import ANSWER, BOTH, FUNCTION, SAID, THOUGHT, Connect, connecting, hermes_tokenizer
+from tests.router.answering import ANSWER, BOTH, FUNCTION, SAID, THOUGHT, client, hermes
 from tests.router.scripted import ScriptedDispatcher
 
+__all__ = ["client", "hermes"]  # fixtures
 TOOL = {"name": "get_weather", "input_schema": FUNCTION["parameters"], "cache_control": {"type": "ephemeral"}}
 HELLO: dict[str, Any] = {"max_tokens": 500, "messages": [{"role": "user", "content": "Weather?"}]}
-
-
-@pytest.fixture(scope="module")
-def hermes() -> Tokenizer:
-    return hermes_tokenizer()
-
-
-@pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
-    async with connecting() as connect:
-        yield connect
 
 
 class Api:
@@ -57,12 +47,12 @@ class Api:
 
 
 @pytest.fixture
-async def api(connect, hermes) -> AsyncIterator[Any]:
+async def api(client, hermes) -> AsyncIterator[Any]:
     """Provide `start(answer)`: it starts a router whose model gives this answer, and returns a client of the router."""
     opened: list[Api] = []
 
     async def start(answer: str, tokens_per_piece: int = 1, **options: Any) -> Api:
-        own, dispatcher = await connect(hermes, answer, tokens_per_piece, **options)
+        own, dispatcher = await client(hermes, answer, tokens_per_piece, **options)
         opened.append(Api(str(own.base_url), dispatcher, hermes))
         return opened[-1]
 

@@ -691,17 +691,23 @@ def versions(here: Stage, **given: str) -> None:
     here.fleet.notify()
 
 
-async def test_a_request_with_tokens_continues_only_on_nodes_with_the_same_revision_of_the_model() -> None:
-    here = stage("d0 d1 d2 d3", max_attempts=4)
-    versions(here, d0="old", d1="old", d2="new", d3="new")
-    run = await here.submit()
+async def lose_nodes(here: Stage, count: int) -> list[SimulatedNode]:
+    """Let `count` nodes, one after the other, die after a token of the request. Return the nodes."""
     seen = []
-    for number in range(2):
+    for number in range(count):
         _, d, submit = here.attempt(number)
         seen.append(d)
         d.send(token(submit.id, number))
         d.die()
         await settle()
+    return seen
+
+
+async def test_a_request_with_tokens_continues_only_on_nodes_with_the_same_revision_of_the_model() -> None:
+    here = stage("d0 d1 d2 d3", max_attempts=4)
+    versions(here, d0="old", d1="old", d2="new", d3="new")
+    run = await here.submit()
+    seen = await lose_nodes(here, 2)
     assert len({node.info.id for node in seen}) == 2
     assert len({node.version for node in seen}) == 1
     assert len(here.sent()) == 2, "the request waits, although nodes with another revision are ready"
@@ -764,13 +770,7 @@ async def test_a_request_with_tokens_stays_on_its_build_while_that_has_nodes() -
     here = stage("d0 d1 d2 d3", max_attempts=6)
     versions(here, d0="m/1", d1="m/1", d2="m/2", d3="m/2")
     run = await here.submit()
-    seen = []
-    for number in range(3):
-        _, d, submit = here.attempt(number)
-        seen.append(d)
-        d.send(token(submit.id, number))
-        d.die()
-        await settle()
+    seen = await lose_nodes(here, 3)
     assert len({node.info.id for node in seen}) == 3
     assert seen[0].version == seen[1].version != seen[2].version, "another build only when the first one is gone"
     _, d, submit = here.attempt(3)

@@ -1,5 +1,4 @@
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -7,22 +6,11 @@ import pytest
 
 from router.http.bodies import parse_body
 from router.http.response_bodies import ResponsesBody
-from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
-from tests.router.answering import ANSWER, BOTH, FUNCTION, SAID, THOUGHT, Connect, connecting, hermes_tokenizer
+from tests.router.answering import ANSWER, BOTH, FUNCTION, SAID, THOUGHT, client, hermes
 
+__all__ = ["client", "hermes"]  # fixtures
 TOOL = {"type": "function", **FUNCTION}
-
-
-@pytest.fixture(scope="module")
-def hermes() -> Tokenizer:
-    return hermes_tokenizer()
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[Connect]:
-    async with connecting() as connect:
-        yield connect
 
 
 def summary(response: Any) -> tuple:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -23,9 +23,10 @@ from shared.errors import UnavailableError
 from shared.lifecycle import wait_until
 from shared.rpc.messages import TokenDelta
 from tests.cluster.harness import RedisServer, wait_for
-from tests.router.answering import ANSWER, FUNCTION, SAID, Connect, connecting, hermes_tokenizer
+from tests.router.answering import ANSWER, FUNCTION, SAID, client, connecting, hermes
 from tests.router.conftest import CHATML, byte_fallback_tokenizer
 
+__all__ = ["client", "hermes"]  # fixtures
 MakeStore = Callable[[], ResponsesStore]
 WAIT_S = 60.0
 HELLO = {"model": "tiny", "input": "Hello?"}
@@ -54,17 +55,6 @@ async def make_store(request: pytest.FixtureRequest) -> MakeStore:
         return MemoryStore
     server = request.getfixturevalue("redis_server")
     return lambda: RedisStore(f"redis://127.0.0.1:{server.port}", "test")
-
-
-@pytest.fixture(scope="module")
-def hermes() -> Tokenizer:
-    return hermes_tokenizer()
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[Connect]:
-    async with connecting() as connect:
-        yield connect
 
 
 async def finished(own: openai.AsyncOpenAI, response_id: str) -> Any:

@@ -1,6 +1,5 @@
 import json
 import re
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
@@ -8,7 +7,6 @@ import httpx
 import openai
 import pytest
 
-from router.text.tokenizer import Tokenizer
 from tests.router.answering import (
     ANSWER,
     BOTH,
@@ -19,23 +17,13 @@ from tests.router.answering import (
     SAID,
     THOUGHT,
     TOOL,
-    Connect,
-    connecting,
-    hermes_tokenizer,
+    client,
+    hermes,
     tokenizer_of,
 )
 from tests.router.conftest import CHATML
 
-
-@pytest.fixture(scope="module")
-def hermes() -> Tokenizer:
-    return hermes_tokenizer()
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[Connect]:
-    async with connecting() as connect:
-        yield connect
+__all__ = ["client", "hermes"]  # fixtures
 
 
 def summary(message: Any) -> tuple:

@@ -201,10 +201,14 @@ class EmbeddedRegistry(Registry):
                 if message.id not in self.nodes and len(self.nodes) >= MAX_NODES:
                     raise DecodeError(f"NodeInfo.id: {MAX_NODES} nodes have joined, which is the limit")
                 if message != info:
+                    current = self.nodes.get(message.id)
+                    # An update of a process does not replace the entry of another process that joined later.
+                    is_hidden = info and current and current.incarnation_id != message.incarnation_id
                     info = message
                     self._streams.pop(stream, None)
                     self._streams[stream] = message
-                    self._set(message)
+                    if not is_hidden:
+                        self._set(message)
                 await stream.send_message(Ack())
         finally:
             if info is not None:
@@ -221,8 +225,9 @@ class EmbeddedRegistry(Registry):
         current = self.nodes.get(info.id)
         if current is None or current.incarnation_id != info.incarnation_id:
             return
-        same = (each for each in reversed(self._streams.values()) if each.id == info.id)
-        other = next((each for each in same if each.incarnation_id == info.incarnation_id), None)
+        same = [each for each in reversed(self._streams.values()) if each.id == info.id]
+        own = [each for each in same if each.incarnation_id == info.incarnation_id]
+        other = next(iter(own or same), None)
         if other is not None:
             self._set(other)
         else:

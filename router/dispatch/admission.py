@@ -138,6 +138,11 @@ class AdmissionQueue:
         return sum(sum(level.tokens.values()) for level in self._levels.values())
 
     @property
+    def _is_busy(self) -> bool:
+        """Whether requests are queued, and the nodes work on others. Without nodes, nothing can be measured."""
+        return bool(self._levels and self.capacity.requests)
+
+    @property
     def mean_stay_s(self) -> float:
         """The mean time that recently ended samples stayed on their nodes, or 0 if no sample has ended yet."""
         return self._stayed_s / self._num_stayed if self._num_stayed else 0.0
@@ -211,7 +216,7 @@ class AdmissionQueue:
         if not self._levels and self._fits(entry):
             self._grant(entry, now)
             return [entry]
-        self._throughput.pass_time(now, bool(self._levels))
+        self._throughput.pass_time(now, self._is_busy)
         if may_refuse:
             self._check(entry, now)
         level = self._levels.setdefault(entry.priority, PriorityLevel())
@@ -222,7 +227,7 @@ class AdmissionQueue:
 
     def resize(self, capacity: PoolCapacity, now: float) -> list[QueueEntry]:
         """Set the capacity of the nodes after nodes have joined or left."""
-        self._throughput.pass_time(now, bool(self._levels))
+        self._throughput.pass_time(now, self._is_busy)
         self.capacity = capacity
         return self._granted(now)
 
@@ -240,13 +245,13 @@ class AdmissionQueue:
         """Record that the prompt of a granted entry is computed. Later calls do nothing."""
         if not entry.has_pending_prefill:
             return []
-        self._throughput.pass_time(now, bool(self._levels))
+        self._throughput.pass_time(now, self._is_busy)
         self._settle_prompt(entry)
         return self._granted(now)
 
     def release(self, entry: QueueEntry, generated: int, now: float) -> list[QueueEntry]:
         """Record that a sample of the entry ended. The entry may be waiting or granted."""
-        self._throughput.pass_time(now, bool(self._levels))
+        self._throughput.pass_time(now, self._is_busy)
         if not entry.is_granted:
             self._leave(entry)
             return self._granted(now)
@@ -261,8 +266,8 @@ class AdmissionQueue:
         # Cached tokens count as finished, because the costs of waiting entries include whole prompts.
         cached = entry.cached_tokens if is_last else 0
         self._cached_tokens -= cached
-        if self._levels:
-            self._throughput.finished_tokens += (tokens + cached) / max(1, self.capacity.requests)
+        if self._is_busy:
+            self._throughput.finished_tokens += (tokens + cached) / self.capacity.requests
         if entry.granted_at is not None and generated:
             self._stayed_s = FORGET * self._stayed_s + now - entry.granted_at
             self._generated = FORGET * self._generated + generated
@@ -271,7 +276,7 @@ class AdmissionQueue:
 
     def pause(self, entry: QueueEntry, now: float) -> list[QueueEntry]:
         """Record that a sample of the entry gives up its slot until `resume` is called."""
-        self._throughput.pass_time(now, bool(self._levels))
+        self._throughput.pass_time(now, self._is_busy)
         entry.granted_at = None
         self.held_requests -= 1
         self.held_tokens -= entry.sample_tokens

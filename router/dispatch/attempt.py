@@ -70,7 +70,9 @@ class AdmittedRequest:
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
         self.prompt_node: NodeConnection | None = None  # the prefill node that computed the prompt, if any
         self.sharers = Counter[int]()  # see `LoadCharge`
-        self.first_is_computed = asyncio.Event()  # set when sample 0's prompt is computed; other samples wait for this
+        # Set when sample 0's prompt is computed; other samples wait for this. If the client wants prompt logprobs, they
+        # also wait for sample 0's first token, which comes with the logprobs, because the client reads these first.
+        self.first_is_computed = asyncio.Event()
         self._queue = queue
         self._counts = counts
         self._unread_bytes = 0
@@ -196,7 +198,7 @@ class Attempt:
     def has_output(self) -> bool:
         return len(self.sample.tokens) > self._start
 
-    def produced_by(self, node: NodeConnection) -> bool:
+    def produced_by(self, node: NodeConnection | None) -> bool:
         """Return whether any token of this attempt came from this node."""
         return node in self._producers
 
@@ -208,8 +210,8 @@ class Attempt:
         prefill_load = None if prefill is None else prefill.load
         num_done = len(self.sample.tokens)
         num_tokens, may_add = len(self.request.prompt) + num_done, self.request.max_tokens - num_done
-        size, caches = decode.info.block_tokens, decode.info.attributes.get("prefix_caching") != "false"
-        shared = (len(self.request.prompt) - 1) // size * size if caches and self.request.share_prefix else 0
+        size, caches = decode.info.block_tokens, decode.caches_prefixes and self.request.share_prefix
+        shared = (len(self.request.prompt) - 1) // size * size if caches else 0
         cached = shared if cached_tokens is None else cached_tokens
         self._charge = LoadCharge(
             prefill_load, decode.load, num_tokens, cached, may_add, shared, self._admitted.sharers
@@ -297,7 +299,8 @@ class Attempt:
             if self.sample.index == 0:
                 if self._handed_off or self.prefill is None:
                     self._admitted.kv_node, self._admitted.prompt_node = self.decode, self.prefill
-                self._admitted.first_is_computed.set()
+                if self.sample.tokens or self.request.sampling.prompt_logprobs is None:
+                    self._admitted.first_is_computed.set()
         self._prompt_logprobs += delta.prompt_logprobs
         if not delta.tokens and not delta.finish:
             return
@@ -319,6 +322,8 @@ class Attempt:
         is_first = not self.sample.tokens
         self.sample.tokens += unpack_ids(delta.tokens)
         self._producers.add(connection)
+        if is_first and self.sample.index == 0 and self._admitted.kv_node is not None:
+            self._admitted.first_is_computed.set()
         # Deliver all prompt logprobs with the sample's first token, so that a retry does not deliver them again.
         delta.prompt_logprobs, self._prompt_logprobs = (self._prompt_logprobs if is_first else []), []
         if not is_first:

@@ -186,6 +186,7 @@ class Dispatcher:
                 finally:
                     attempt.close()
         except GeneratorExit:  # the reader needs no more tokens of this sample
+            self._pool.served(*(attempt.nodes if attempt.produced_by(attempt.decode) else ()))
             admitted.end(sample, "finished")
             raise
         except Exception as error:
@@ -246,18 +247,19 @@ class Dispatcher:
         come too late.
         """
         request = attempt.request
-        sibling = admitted.kv_node
+        sibling, (computing, generating) = admitted.kv_node, self._pool.routable()
         if (
             attempt.sample.index
-            and sibling in self._pool.routable()[1]
+            and sibling in generating
             and sibling.info.id not in failover.avoid
+            and sibling.caches_prefixes
+            and (not attempt.sample.tokens or sibling.version == attempt.sample.version)
             and not needs_peer(sibling.info)
         ):
             # With recurrent layers, only the prefill node has the state from which further samples start.
             source = admitted.prompt_node if sibling.info.attributes.get("recurrent") == "true" else None
-            if source is not None and (source.info.shared_pool_owner or source.info.id in failover.avoid):
+            if source not in computing or source.info.shared_pool_owner or source.info.id in failover.avoid:
                 source = None
-            source = source if source in self._pool.routable()[0] else None
             self._record_placement(attempt, Placement(source.info.id if source else None, sibling.info.id, "sibling"))
             attempt.sample.version = sibling.version
             attempt.begin(source, sibling)
@@ -295,9 +297,9 @@ class Dispatcher:
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
             self.arrivals.add("cached", candidate.cached_tokens)
         self._record_placement(attempt, placement)
-        self._pool.prefixes.record(candidate.hashes, *filter(None, (placement.prefill, placement.decode)))
         request.version = attempt.sample.version = decode.version
         attempt.begin(prefill, decode, candidate.cached_tokens)
+        self._pool.prefixes.record(candidate.hashes, *(each.info.id for each in attempt.nodes if each.caches_prefixes))
 
     def _record_placement(self, attempt: Attempt, placement: Placement) -> None:
         self._placements[placement.reason] += 1

@@ -53,15 +53,17 @@ class AdapterSync:
         nodes = [each for each in self._pool.connections.values() if each.is_alive]
         if not nodes:
             raise UnavailableError("No node is ready to load an adapter; try again soon.", code="starting")
+        was_unloaded = name in self._pool.unloaded
+        self._pool.unloaded.discard(name)  # or `_follow` would unload it again from nodes that load it before others
         errors = await asyncio.gather(*(self._set(each, name, directory) for each in nodes))
         if failed := [f"Node {node.info.id}: {text}." for node, text in zip(nodes, errors, strict=True) if text]:
             await asyncio.gather(*(self._set(each, name) for each, text in zip(nodes, errors, strict=True) if not text))
+            self._pool.unloaded |= {name} if was_unloaded else set()
             raise RequestError(failed[0], "lora_path")
-        self._directories[name] = directory
-        self._pool.unloaded.discard(name)
         digests = [each.info.adapters[name] for each in nodes if name in each.info.adapters]
         if not digests:
             raise UnavailableError("No node has loaded the adapter; try again soon.", code="node_lost")
+        self._directories[name] = directory
         self._pool.adapters[name] = digests[-1]
 
     def unload(self, name: str) -> None:

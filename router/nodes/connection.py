@@ -108,6 +108,10 @@ class NodeConnection:
     def version(self) -> ModelVersion:
         return ModelVersion(self.info.attributes.get("revision", ""), self.info.attributes.get("build", ""))
 
+    @property
+    def caches_prefixes(self) -> bool:
+        return self.info.attributes.get("prefix_caching") != "false"
+
     def view(self) -> NodeView:
         return self.load.view(self.info, self.stats, len(self.listeners))
 
@@ -301,13 +305,14 @@ class NodeConnection:
 
 
 def _parts(command: RouterCommand) -> Iterator[RouterCommand]:
-    """Split a command into messages, each with at most about MAX_COMMAND_BYTES of tokens and pixels. The first message
-    has the aborts."""
+    """Split a command into messages, each with at most about MAX_COMMAND_BYTES plus one request. The first message has
+    the aborts."""
     part, size = replace(command, submits=[]), 0
     for submit in command.submits:
         if size > MAX_COMMAND_BYTES:
             yield part
             part, size = replace(command, submits=[], aborts=[]), 0
         part.submits.append(submit)
-        size += len(submit.tokens) + sum(len(image.pixels) for image in submit.media)
+        large = [submit.sampling.allowed_tokens, *submit.sampling.bad_words, *(image.pixels for image in submit.media)]
+        size += len(submit.tokens) + len(submit.grammar) + sum(map(len, large))
     yield part

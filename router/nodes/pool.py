@@ -377,14 +377,17 @@ class NodePool:
         """Return the groups that `choose` may draw from, each with those of its nodes that may be chosen.
 
         Groups that can generate only on nodes in `avoid` are returned only if there are no other groups and
-        `only_others` is not set."""
+        `only_others` is not set. Groups that can generate only on ejected nodes are returned only if there are no
+        others."""
         groups = [each for each in groups if each.most_kv_tokens >= sizes[1]] or groups
         allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter, sizes)) for each in _generating(groups)]
         allowed = [each for each in allowed if each[1] or each[2]]
         others = [each for each in allowed if any(node.info.id not in avoid for node in each[2] or each[1])]
         if prefix_node:
             others = [each for each in others if any(node.info.id == prefix_node for node in each[1])] or others
-        return others if only_others else others or allowed
+        found, now = others if only_others else others or allowed, time.monotonic()
+        # Of the nodes of one role in a group, either none or all are ejected.
+        return [each for each in found if not self.outliers[(each[2] or each[1])[0].info.id].is_ejected(now)] or found
 
     def _allowed(
         self,

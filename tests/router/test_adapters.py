@@ -1,7 +1,7 @@
 """Test how several routers load and unload LoRA adapters on the same node."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 from router.nodes.adapters import AdapterSync
 from router.nodes.pool import NodePool
 from router.observer import RouterObserver
+from shared.errors import RequestError, UnavailableError
 from shared.lifecycle import wait_until
 from shared.registry import Registry
 from shared.rpc.messages import Ack, NodeInfo, NodeStats, NodeUpdate, SetAdapterRequest
@@ -35,10 +36,12 @@ class SharedList(Registry):
 class AdapterNode:
     """A node that announces its adapters in the registries of all routers."""
 
-    def __init__(self) -> None:
-        self.registries = [SharedList(), SharedList()]
+    def __init__(self, name: str = "d0", registries: Sequence[Any] = ()) -> None:
+        self.registries = registries or [SharedList(), SharedList()]
         self.calls: list[tuple[str, str]] = []
-        self.info = NodeInfo("d0", "boot-1", "decode", "", "m", "print", 4, 64, 100, 512, 8)
+        self.loads_in_s = 0.0
+        self.refusal = ""
+        self.info = NodeInfo(name, "boot-1", "decode", "", "m", "print", 4, 64, 100, 512, 8)
 
     async def attach(self, stream: Any) -> None:
         await stream.recv_message()
@@ -47,6 +50,9 @@ class AdapterNode:
 
     async def set_adapter(self, message: SetAdapterRequest) -> Ack:
         self.calls.append((message.name, message.directory))
+        await asyncio.sleep(self.loads_in_s)
+        if self.refusal:
+            return Ack(self.refusal)
         adapters = {name: digest for name, digest in self.info.adapters.items() if name != message.name}
         self.announce(replace(self.info, adapters=adapters | ({message.name: "digest"} if message.directory else {})))
         return Ack()
@@ -54,7 +60,7 @@ class AdapterNode:
     def announce(self, info: NodeInfo) -> None:
         self.info = info
         for registry in self.registries:
-            registry.nodes = {info.id: info}
+            registry.nodes = registry.nodes | {info.id: info}
             registry.changed()
 
 
@@ -111,3 +117,33 @@ async def test_a_restarted_node_gets_the_changes_of_the_router_that_made_them(no
     assert await wait_until(lambda: node.info.adapters.keys() == {"sql"}, WAIT_S)
     node.announce(replace(node.info, incarnation_id="boot-2", adapters={"old": "digest"}))
     assert await wait_until(lambda: node.info.adapters.keys() == {"sql"}, WAIT_S)
+
+
+async def test_an_unloaded_adapter_can_be_loaded_again_on_nodes_of_different_speeds(node: Any, routers: Any) -> None:
+    (first, pool), _ = routers
+    slow = AdapterNode("d1", node.registries)
+    async with serving({ATTACH: slow.attach, SET_ADAPTER: unary(slow.set_adapter)}) as (_, address):
+        slow.announce(replace(slow.info, address=address))
+        assert await wait_until(lambda: len(pool.routable()[1]) == 2, WAIT_S)
+        await first.load("sql", "/sql")
+        first.unload("sql")
+        assert await wait_until(lambda: not (node.info.adapters or slow.info.adapters), WAIT_S)
+        slow.loads_in_s = 0.3
+        await first.load("sql", "/sql")
+        await first.load("poems", "/poems")  # completes after all earlier changes of the first router
+        for each in (node, slow):
+            assert each.calls == [("sql", "/sql"), ("sql", ""), ("sql", "/sql"), ("poems", "/poems")]
+
+
+async def test_a_refused_adapter_is_not_loaded_later_although_the_admin_has_repeated_the_call(
+    node: Any, routers: Any
+) -> None:
+    (first, pool), _ = routers
+    node.loads_in_s, node.refusal = 0.1, "there is no such directory"
+    failures = await asyncio.gather(*(first.load("sql", "/none") for _ in range(2)), return_exceptions=True)
+    assert [type(each) for each in failures] == [RequestError, UnavailableError]
+    node.refusal = ""
+    node.announce(replace(node.info, incarnation_id="boot-2"))
+    assert await wait_until(lambda: pool.connections["d0"].is_ready, WAIT_S)
+    await first.load("poems", "/poems")
+    assert node.calls == [("sql", "/none"), ("poems", "/poems")]

@@ -400,6 +400,21 @@ async def test_samples_count_the_prompt_that_they_share_once() -> None:
     here.check_over()
 
 
+async def test_nodes_without_a_prefix_cache_compute_the_same_prompt_again() -> None:
+    here = stage("p0 d0", disaggregate="always")
+    for node in here.nodes.values():
+        node.info.attributes["prefix_caching"] = "false"
+    runs = [await here.submit(n=2), await here.submit(name="same")]
+    assert (here.p0.load.outstanding_tokens, here.queue.pending_prefill_tokens) == (2 * len(PROMPT), 2 * len(PROMPT))
+    here.p0.send(token("r.0.0", 0))
+    here.d0.send(TokenDelta("r.0.0", 1, handed_off=True))
+    await settle()
+    assert here.attempt(0, 1)[:2] == (here.p0, here.d0), "the KV of the first sample is of no use to the second"
+    for run in runs:
+        await run.close()
+    here.check_over()
+
+
 async def test_logprobs_of_a_part_of_the_prompt_do_not_start_further_samples() -> None:
     here = stage("d0 d1")
     run = await here.submit(n=2, prompt_logprobs=0)
@@ -417,6 +432,20 @@ async def test_logprobs_of_a_part_of_the_prompt_do_not_start_further_samples() -
     home.send(*generated("r.0.0", 1), *generated("r.1.0"))
     pieces = await collect(run)
     assert [entry.token for entry in pieces[0].delta.prompt_logprobs] == PROMPT[1:]
+    here.check_over()
+
+
+async def test_further_samples_wait_for_the_prompts_logprobs_because_the_client_does_not_read_them_before() -> None:
+    here = stage("p0 d0")
+    run = await here.submit(n=2, prompt_logprobs=0)
+    here.d0.send(TokenDelta("r.0.0", 1, handed_off=True))
+    await settle()
+    assert len(here.sent()) == 1, "the first token is still on its way, with the logprobs"
+    here.p0.send(token("r.0.0", 0, prompt_logprobs=logprobs(*PROMPT[1:])))
+    await settle()
+    assert here.attempt(0, 1)[0] is here.d0
+    here.d0.send(*generated("r.0.0", 1), *generated("r.1.0"))
+    await collect(run)
     here.check_over()
 
 
@@ -759,8 +788,16 @@ async def test_later_samples_may_start_on_another_revision_if_no_node_with_the_f
     await settle()
     _, third, again = here.attempt(1)
     assert third.info.id == "d2"
-    third.send(*generated(again.id, 1))
-    second.send(*generated(other.id))
+    third.send(token(again.id, 1))
+    second.send(token(other.id, 0))
+    await settle()
+    second.die()
+    await settle()
+    assert len(here.sent()) == 3, "sample 1 has tokens of the new revision, so it waits, too"
+    second.revive()
+    await settle()
+    third.send(*generated(again.id, 2))
+    second.send(*generated(here.attempt(1, sample=1)[2].id, 1))
     pieces = await collect(run)
     assert tokens_of(pieces) == tokens_of(pieces, 1) == ANSWER
     here.check_over()

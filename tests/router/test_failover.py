@@ -1,6 +1,7 @@
 """Test failover: which nodes are avoided, which work is repeated, and how many retries and deaths are allowed."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -238,6 +239,36 @@ async def test_an_ejected_node_gets_no_requests_unless_all_are_ejected(monkeypat
     assert sorted(link.info.id for link in here.fleet.routable()[1]) == ["d0", "d1"], "every node is ejected"
     await asyncio.sleep(1.1)
     assert len(here.fleet.routable()[1]) == 2
+
+
+async def test_an_ejected_node_that_is_alone_in_its_group_gets_no_requests_while_another_group_has_nodes() -> None:
+    here = stage("d0 d1")
+    here.d1.info = replace(here.d1.info, fingerprint="new")
+    here.d1.die()
+    here.d1.revive()
+    runs = [await here.submit(name=f"r{number}") for number in range(20)]
+    assert not here.d1.submits
+    here.d0.die()
+    await settle()
+    assert len(here.d1.submits) == 20, "every node is ejected, or gone"
+    for run in runs:
+        await run.close()
+    here.check_over()
+
+
+async def test_requests_that_end_at_a_stop_string_show_that_their_nodes_work() -> None:
+    here = stage("p0 " + " ".join(f"d{number}" for number in range(12)), disaggregate="always")
+    for number in range(MAX_FAILURES):
+        run = await here.submit(name=f"r{number}")
+        run.enough(0)
+        here.p0.send(TokenDelta(f"r{number}.0.0", error="handoff: no", retry=True))
+        await settle()
+        (decode,) = (each for each in here.nodes.values() if f"r{number}.0.1" in each.listeners and each is not here.p0)
+        decode.send(TokenDelta(f"r{number}.0.1", handed_off=True), token(f"r{number}.0.1", 1))
+        here.p0.send(token(f"r{number}.0.1", 0))
+        await collect(run)
+    assert not here.fleet.outliers["p0"].times
+    here.check_over()
 
 
 async def test_a_node_that_comes_back_gets_few_requests_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

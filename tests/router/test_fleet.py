@@ -211,6 +211,19 @@ async def test_a_node_without_requests_may_be_silent_three_times_as_long_until_i
         assert await wait_until(lambda: listener.losses == [link], 5.0), "further requests do not extend the time"
 
 
+async def test_large_requests_that_are_placed_at_the_same_time_are_sent_in_several_messages() -> None:
+    async with stage("d0") as here:
+        link, node = here.fleet.connections["d0"], here.nodes["d0"]
+        large = {"allowed_tokens": bytes(1 << 20)}, {"bad_words": [bytes(1 << 10)] * 1024}
+        for number in range(80):  # together, they exceed the maximum size of a message
+            one = submit(f"r{number}")
+            one.grammar = " " * (1 << 20) * (number % 3 == 0)
+            one.sampling = SamplingParams(**large[number % 2] if number % 3 else {})
+            link.submit(one, Recorder())
+        assert await wait_until(lambda: sum(len(command.submits) for command in node.commands) == 80, 20.0)
+        assert (link.is_alive, len(link.listeners), node.num_streams) == (True, 80, 1)
+
+
 async def test_a_node_whose_requests_have_ended_is_informed_of_it() -> None:
     async with stage("d0", timeout_s=TIMEOUT_S) as here:
         link, node = here.fleet.connections["d0"], here.nodes["d0"]

@@ -200,6 +200,22 @@ def test_the_predicted_wait_is_right_if_prompts_are_in_the_prefix_cache(cached: 
     assert it.expected_wait_s(entry(prompt=90, answer=10)) == pytest.approx(21.0, rel=0.2)
 
 
+@pytest.mark.parametrize(("outage_s", "num_given_up"), [(30.0, 0), (1.0, 90)])
+def test_the_predicted_wait_is_right_after_an_outage_of_all_nodes(outage_s: float, num_given_up: int) -> None:
+    it, room, now = AdmissionQueue(max_queued_tokens=10**6), PoolCapacity(10, 10**6, 10**6, 100), 0.0
+    it.resize(room, now)
+    held = [granted for _ in range(300) for granted in it.offer(entry(prompt=90, answer=10), now)]
+    for now in map(float, range(1, 11)):  # the nodes serve ten requests per second
+        for _ in range(10):
+            held += it.release(held.pop(0), 10, now)
+    it.resize(PoolCapacity(), now)
+    now += outage_s
+    for _ in range(num_given_up):
+        held += it.release(held.pop(0), 0, now)
+    it.resize(room, now)
+    assert it.expected_wait_s(entry(prompt=90, answer=10)) == pytest.approx(0.1 * it.queued_requests, rel=0.2)
+
+
 def test_a_request_that_cannot_meet_its_deadline_is_rejected() -> None:
     it = AdmissionQueue()
     it.resize(PoolCapacity(1, 10**6, 10**6, 10), 0.0)

@@ -104,6 +104,18 @@ async def test_the_late_end_of_an_old_stream_does_not_remove_the_node(incarnatio
         assert await wait_until(lambda: registry.nodes == {"p0": other}, 5.0)
 
 
+async def test_the_end_of_one_of_two_processes_with_the_same_name_does_not_remove_the_other() -> None:
+    new = replace(INFO, incarnation_id="boot-2")
+    async with embedded([]) as registry, joined(registry, INFO) as old:
+        async with joined(registry, new):
+            for state in ("draining", "ready"):
+                await old.send_message(replace(INFO, state=state))
+                assert await old.recv_message() == Ack()
+                assert registry.nodes == {"d0": new}
+        assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+    assert await wait_until(lambda: registry.nodes == {}, 5.0)
+
+
 async def test_a_stream_serves_one_node_and_the_number_of_nodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "MAX_NODES", 1)
     other = replace(INFO, id="d1")

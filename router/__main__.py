@@ -1,6 +1,7 @@
 """Run a router: `python -m router --help`."""
 
 import asyncio
+import errno
 import gc
 import logging
 import secrets
@@ -121,7 +122,7 @@ async def _serve(
                 await each.pool.start()
                 cleanup.push_async_callback(each.pool.close)
         except OSError as error:
-            print(f"router: --registry-port {settings.registry_port}: cannot listen: {error}", file=sys.stderr)
+            print(f"router: {error}", file=sys.stderr)
             return 2
         if settings.allow_runtime_lora_updating:
             cleanup.push_async_callback(adapters.start().close)
@@ -248,7 +249,8 @@ def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = Fa
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}") from None
+        fix = flag if error.errno in {errno.EADDRINUSE, errno.EACCES} else flag.replace("port", "host")
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {fix}") from None
     return listener
 
 

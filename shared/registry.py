@@ -16,13 +16,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from shared.lifecycle import TaskGroup
+from shared.lifecycle import TaskGroup, listen
 from shared.logs import peer_log
 from shared.resolver import NameResolver, Resolver, is_host_and_port
 from shared.rpc import tls
@@ -161,7 +162,8 @@ class EmbeddedRegistry(Registry):
 
     async def start(self, changed: Callable[[], None]) -> None:
         self._on_change = changed
-        self.port = await self._server.start(self._host, self.port, self._listener)
+        start = partial(self._server.start, listener=self._listener)
+        self.port = await listen(start, self._host, self.port, "--registry-port", "--registry-host")
 
     async def close(self) -> None:
         await self._server.close()

@@ -20,7 +20,6 @@ MAX_REASONS = 64  # maximum number of placement reasons that are exported as lab
 # Maps a request count in the dispatcher's status to the name and the help text of its metric.
 COUNTS = {
     "moved": ("baton_request_migrations_total", "Failed attempts, which are retried unless a limit forbids it."),
-    "refused": ("baton_requests_rejected_total", "Requests refused before any node received them."),
     "retried": ("baton_requests_retried_total", "Attempts that failed although no node was lost."),
     "paused": ("baton_client_backpressure_total", "Attempts ended because a client did not read."),
 }

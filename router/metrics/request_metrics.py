@@ -51,6 +51,7 @@ COUNTERS = {
     "prompt": ("vllm:prompt_tokens_total", "Prompt tokens accepted.", ["model_name"]),
     "generation": ("vllm:generation_tokens_total", "Tokens sent to clients.", ["model_name"]),
     "ended": ("vllm:request_success_total", "Samples that ended, by reason.", ["model_name", "finished_reason"]),
+    "refused": ("baton_requests_rejected_total", "Samples refused before any node received them.", ["model_name"]),
     "slo": ("baton_slo_requests_total", "Samples, by whether they met their SLO.", ["model_name", "met"]),
     "tenant_requests": ("baton_tenant_requests_total", "Requests, by tenant.", ["model_name", "tenant"]),
     "tenant_prompt": ("baton_tenant_prompt_tokens_total", "Prompt tokens, by tenant.", ["model_name", "tenant"]),
@@ -58,7 +59,7 @@ COUNTERS = {
     "tenant_generation": ("baton_tenant_generation_tokens_total", "Tokens sent, by tenant.", ["model_name", "tenant"]),
     "without_key": ("baton_requests_without_key_total", "Requests rejected because they had no valid API key.", []),
 }
-UNLABELED = (("prompt",), ("generation",), ("without_key",))
+UNLABELED = (("prompt",), ("generation",), ("refused",), ("without_key",))
 SHOWN_AS_0 = (*UNLABELED, *(("ended", reason) for reason in FINISHES), ("slo", "no"), ("slo", "yes"))
 # Alternative names of metrics. vLLM's published dashboard uses the first alias; all other aliases are deprecated.
 ALIASES = {
@@ -275,6 +276,7 @@ class RequestMetrics(Collector):
         """Record that a request was refused before it was parsed."""
         self._recent.add("requests")
         self._recent.add("refused")
+        self._counts["refused",] += 1
         self._counts["ended", "error"] += 1  # as in `ended`
 
     def rejected_without_key(self) -> None:
@@ -284,7 +286,9 @@ class RequestMetrics(Collector):
         """Record the end of a sample. `reason` is "refused" or a value of FINISHES: "abort" if the client disconnected,
         "error" if the sample failed. The metrics with vLLM's names count a refused sample as an "error"."""
         self._recent.add("finished" if reason in FINISHED else "failed" if reason == "error" else reason)
-        reason = "error" if reason == "refused" else reason
+        if reason == "refused":
+            self._counts["refused",] += 1
+            reason = "error"
         self._counts["ended", reason] += 1
         if reason in FINISHED:  # fast rejections would distort the latencies
             self._seen["generation"].observe(pace.num_tokens)

@@ -96,12 +96,9 @@ class HostMemory:
         if num_rows < 1 or row_bytes < 1:
             raise ValueError(f"KV memory of {num_rows} rows of {row_bytes} bytes: both must be at least 1")
         size, available = num_rows * row_bytes, available_bytes()
+        text = f"cannot allocate {size / 2**20:,.0f} MiB of KV memory: %s; lower --num-blocks or --kv-cache-memory"
         if size > available:
-            text = (
-                f"cannot allocate {size / 2**20:,.0f} MiB of KV memory: {available / 2**20:,.0f} MiB are "
-                "available; lower --num-blocks or --kv-cache-memory"
-            )
-            raise OSError(errno.ENOMEM, text)
+            raise OSError(errno.ENOMEM, text % f"{available / 2**20:,.0f} MiB are available")
         self.num_rows, self.row_bytes = num_rows, row_bytes
         self._fd: int | None = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -111,8 +108,7 @@ class HostMemory:
             flat = np.frombuffer(mmap.mmap(self._fd, size), np.uint8)  # the array owns the mapping
         except OSError as error:
             self.close()
-            text = f"cannot allocate {size / 2**20:,.0f} MiB of KV memory: {error.strerror}"
-            raise OSError(error.errno, text) from error
+            raise OSError(error.errno, text % error.strerror) from error
         flat[:: mmap.PAGESIZE] = 0
         self.rows: Rows = flat.reshape(num_rows, row_bytes)
 

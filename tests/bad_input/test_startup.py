@@ -26,6 +26,7 @@ from prefill_node.__main__ import main as run_prefill_node
 from router.__main__ import main as router_main
 from shared.config.settings import NodeSettings, RouterSettings, flag_of
 from shared.lifecycle import listen
+from shared.registry import EmbeddedRegistry
 from shared.rpc.methods import RpcServer
 from tests.cluster.harness import DEMO, ROOT
 from tests.command_line import refusal
@@ -284,15 +285,18 @@ def test_a_port_in_use_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         command = [sys.executable, "-m", "router", *flags]  # the router detects this error after its start
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 2
-    assert f"--registry-port {port}: cannot listen: " in ended.stderr
+    assert f"cannot listen on 127.0.0.1:{port}: " in ended.stderr
+    assert ended.stderr.endswith("; choose another --registry-port\n")
     assert ended.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "256.1.1.1", "203.0.113.7"])
 def test_an_address_of_another_host_is_reported(host: str, capsys: pytest.CaptureFixture[str]) -> None:
-    check_refusal(
-        capsys, lambda: router_main(RouterSettings(model=str(DEMO), host=host, port=0, registry_port=0)), host
-    )
+    given = RouterSettings(model=str(DEMO), host=host, port=0, registry_port=0)
+    check_refusal(capsys, lambda: router_main(given), f"--registry-host {host}: ")
+    line = refusal(capsys, lambda: router_main(given.model_copy(update={"registry_host": "127.0.0.1"})))
+    assert f"cannot listen on {host}:0: " in line
+    assert line.rstrip().endswith("; choose another --host")
 
 
 def test_the_router_logs_an_ipv6_address_as_a_url(capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,3 +324,5 @@ def test_a_nodes_port_in_use_is_reported(name: str, tmp_path: Path, capsys: pyte
 async def test_a_host_on_which_a_node_cannot_listen_is_reported_with_its_flag() -> None:
     with pytest.raises(OSError, match=r"^cannot listen on 203\.0\.113\.7:0: .*; choose another --kv-host$"):
         await listen(RpcServer({}).start, "203.0.113.7", 0, "--kv-port", "--kv-host")
+    with pytest.raises(OSError, match=r"cannot listen on 203\.0\.113\.7:0: .*; choose another --registry-host$"):
+        await EmbeddedRegistry("203.0.113.7", 0).start(lambda: None)

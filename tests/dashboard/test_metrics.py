@@ -56,7 +56,7 @@ class Nodes:
             "nodes": [],
             "placements": {"long": 2},
             "inexact_retries": {"seeded": 1},
-            "requests": {"moved": 1, "refused": 4},
+            "requests": {"moved": 1},
         }
         self.registry = CollectorRegistry()
         self.registry.register(self.requests)
@@ -245,10 +245,12 @@ def test_the_nodes_of_both_roles_are_counted_by_state_also_without_nodes():
 
 
 def test_renamed_metrics_keep_their_old_names_for_a_release():
-    seen = samples_of(Nodes().registry)
+    nodes = Nodes()
+    nodes.requests.refused()
+    seen = samples_of(nodes.registry)
     for name, alias, value in (
         ("baton_request_migrations_total", "baton_requests_moved_total", 1),
-        ("baton_requests_rejected_total", "baton_requests_refused_total", 4),
+        ("baton_requests_rejected_total", "baton_requests_refused_total", 1),
         ("baton_client_backpressure_total", "baton_requests_paused_total", 0),
         ("baton_node_records_dropped_total", "baton_records_malformed_total", 0),
     ):

@@ -504,6 +504,14 @@ async def test_unavailable_before_the_first_token_is_a_503(client, dispatcher, s
     assert response.status_code == 503
 
 
+async def test_each_sample_of_a_refused_request_counts_as_rejected_and_as_an_error(client, dispatcher):
+    dispatcher.refuses = UnavailableError("no node")
+    await client.post("/v1/completions", json={"prompt": ["x", "y"], "n": 2})
+    text = (await client.get("/metrics")).text
+    assert 'baton_requests_rejected_total{model_name="tiny"} 4.0' in text
+    assert 'vllm:request_success_total{finished_reason="error",model_name="tiny"} 4.0' in text
+
+
 async def test_an_error_in_mid_stream_is_the_last_event(client, dispatcher):
     dispatcher.fails_after = 3
     response = await client.post("/v1/completions", json={"prompt": ["x", "y"], "stream": True})
@@ -531,8 +539,9 @@ async def test_requests_beyond_the_limit_are_rejected_with_a_retry_time(client, 
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     assert error_of(response)["type"] == "rate_limit_error"
     assert dispatcher.num_refused == 1
-    error = 'vllm:request_success_total{finished_reason="error",model_name="tiny"} 1.0'
-    assert error in (await client.get("/metrics")).text
+    text = (await client.get("/metrics")).text
+    assert 'vllm:request_success_total{finished_reason="error",model_name="tiny"} 1.0' in text
+    assert 'baton_requests_rejected_total{model_name="tiny"} 1.0' in text
     assert (await client.get("/health")).status_code == 200
     for task in waiting:
         task.cancel()

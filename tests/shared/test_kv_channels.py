@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -812,6 +813,18 @@ def test_too_large_a_memory_is_refused_before_it_is_touched() -> None:
     assert num_files() == before
     with pytest.raises(ValueError, match="at least 1"):
         HostMemory(0, 8)
+
+
+@pytest.mark.usefixtures("collected")
+def test_memory_that_the_kernel_refuses_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    before = num_files()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OSError, match="no memory; lower --num-blocks or --kv-cache-memory"):
+        HostMemory(4, 1000)
+    assert num_files() == before
 
 
 def test_checksums_are_xxh3_64_little_endian() -> None:

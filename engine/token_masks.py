@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from time import thread_time
 from typing import Protocol
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+from llguidance import LLMatcher
+from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,6 +26,9 @@ from shared.grammar import GrammarTokenizer, one_line
 log = logging.getLogger("baton.engine")
 IntArray = NDArray[np.int32]
 WORD_BITS = 32
+# Processor time in which a row's matcher should, on average, take the new tokens and fill a mask. If all rows of a
+# grammar exceed this time by MAX_EXCESS_S in total, its requests fail, because they delay all requests of the node.
+ROW_S, MAX_EXCESS_S = 0.002, 2.0
 # For each value of a byte of a mask, the limits (inf or -inf) on the logits of the byte's 8 tokens, float32 [256, 8].
 LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 LIMITS = LIMITS.astype(np.float32)
@@ -36,8 +40,7 @@ class TokenMatcher:
     def __init__(self, tokenizer: GrammarTokenizer, grammar: str) -> None:
         """Compile the grammar. Raises ValueError if it does not compile."""
         self.matcher: LLMatcher = tokenizer.matcher(grammar)
-        self.matcher.compute_bitmask()  # the lexer's first states, which may take seconds, must not delay a step
-        self.num_words, self.end_token = tokenizer.num_words, tokenizer.end_token
+        self.num_words, self.end_token, self.grammar = tokenizer.num_words, tokenizer.end_token, grammar
         self._seen: list[int] = []
 
     def advance(self, generated: Sequence[int]) -> bool:
@@ -97,12 +100,13 @@ def _limits(words: IntArray, device: torch.device) -> Tensor:
 class MaskFiller:
     """Computes the masks of a step's rows on a separate thread. A runner owns it and calls it from one thread.
 
-    If `num_threads` is at least 2, that many threads of llguidance fill the masks. The default is a quarter of the
-    cores, because the other cores run the pass.
+    If `num_threads` is at least 2, that many further threads fill the masks. The default is a quarter of the cores,
+    because the other cores run the pass.
     """
 
     def __init__(self, num_threads: int = len(os.sched_getaffinity(0)) // 4) -> None:
         self._num_threads = num_threads
+        self._excess_s: dict[str, float] = {}  # of each slow grammar, in all its requests
 
     def start(self, rows: Sequence[MaskedRow]) -> Callable[[], TokenMasks | None]:
         """Begin to compute the masks of rows with a grammar. Return a function that waits for the masks and returns
@@ -120,11 +124,12 @@ class MaskFiller:
         return ThreadPoolExecutor(1, "masks")
 
     @cached_property
-    def _executor(self) -> LLExecutor | None:
-        return LLExecutor(self._num_threads) if self._num_threads > 1 else None
+    def _threads(self) -> ThreadPoolExecutor | None:
+        return ThreadPoolExecutor(self._num_threads, "masks") if self._num_threads > 1 else None
 
     def _fill(self, indices: list[int], rows: list[MaskedRow]) -> TokenMasks:
         matchers = [row.matcher for row in rows if row.matcher is not None]
+        self._excess_s = {name: each - ROW_S for name, each in self._excess_s.items() if each > ROW_S}
         words = np.zeros((len(rows), matchers[0].num_words), np.int32)
         left = list(range(len(rows)))
         while left:  # one row of each request at a time; only speculative decoding has several rows of a request
@@ -134,16 +139,28 @@ class MaskFiller:
         return TokenMasks(indices, words)
 
     def _fill_some(self, words: IntArray, some: list[tuple[int, MaskedRow, TokenMatcher]]) -> None:
-        fed = [each for each in some if each[2].advance(each[1].tokens[each[1].num_prompt : each[1].position])]
-        if fed and self._executor is not None:
-            fill_next_token_bitmask_par(self._executor, [(matcher.matcher, index) for index, _, matcher in fed], words)
-        for index, row, matcher in fed:
-            if self._executor is None:
+        if self._threads is None:
+            self._fill_part(words, some)
+        else:
+            parts = (some[at :: self._num_threads] for at in range(self._num_threads))
+            list(self._threads.map(partial(self._fill_part, words), parts))
+
+    def _fill_part(self, words: IntArray, part: list[tuple[int, MaskedRow, TokenMatcher]]) -> None:
+        for index, row, matcher in part:
+            if self._excess_s.get(matcher.grammar, 0.0) > MAX_EXCESS_S:
+                continue  # the mask allows no token
+            began_s = thread_time()
+            is_allowed = matcher.advance(row.tokens[row.num_prompt : row.position])
+            if is_allowed:
                 fill_next_token_bitmask(matcher.matcher, words, index)
-            if matcher.matcher.is_error():
+            excess_s = self._excess_s.get(matcher.grammar, 0.0) + thread_time() - began_s - ROW_S
+            self._excess_s[matcher.grammar] = max(0.0, excess_s)
+            if excess_s > MAX_EXCESS_S:
+                log.warning("the masks of a grammar take too much processor time: its requests fail")
+            if is_allowed and matcher.matcher.is_error():
                 log.warning("a grammar failed at token %d: %s", row.position, one_line(matcher.matcher.get_error()))
                 words[index] = 0
-            else:
+            elif is_allowed:
                 _allow_end(words[index], row, matcher)
                 _force(words[index], row.forced_token)
 

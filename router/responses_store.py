@@ -12,6 +12,7 @@ There are two implementations: `MemoryStore` for one router, and `RedisStore`, w
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -96,7 +97,8 @@ class _Entry:
 
 class MemoryStore(ResponsesStore):
     """Keeps responses in the memory of one router. If they take more than MAX_BYTES, the store drops responses that
-    ended more than UNREAD_S seconds ago, oldest first. If this frees too little memory, it refuses new responses."""
+    ended more than UNREAD_S seconds ago: those of the tenant with the most bytes first, oldest first. If this frees too
+    little memory, it refuses new responses."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -159,10 +161,13 @@ class MemoryStore(ResponsesStore):
         self._size += size
         if self._size <= MAX_BYTES:
             return
-        last = self._clock() - UNREAD_S
-        for name in [name for name, entry in self._entries.items() if not entry.owner and entry.ended_at < last]:
+        last, sizes = self._clock() - UNREAD_S, Counter[str]()
+        for entry in self._entries.values():
+            sizes[entry.response.tenant] += entry.size
+        ended = [name for name, entry in self._entries.items() if not entry.owner and entry.ended_at < last]
+        for name in sorted(ended, key=lambda name: -sizes[self._entries[name].response.tenant]):
             self._size -= self._entries.pop(name).size
-            if self._size <= MAX_BYTES:
+            if self._size <= MAX_BYTES - MAX_BYTES // 64:  # so that the next deltas need not search again
                 return
 
 

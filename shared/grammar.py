@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ JSON_OPTIONS: dict[str, Any] = {
 # Errors do not quote the grammar, since they are logged. The other limits on time and memory are llguidance's defaults.
 LIMITS = LLParserLimits(verbose_errors=False)
 MAX_ERROR = 300  # characters
+COMPILED = 8  # the number of compiled grammars that are kept; the samples of a request share one of them
 EXCERPT = re.compile(r"\n *\d+ \| |<state>")
 _END = "<|end of grammar|>"
 
@@ -73,6 +74,7 @@ class GrammarTokenizer:
         self._file = directory / "tokenizer.json"
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
+        self._compiled = lru_cache(COMPILED)(self._compile)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -96,6 +98,9 @@ class GrammarTokenizer:
 
         Raises ValueError if the grammar does not compile, or if the model's tokenizer cannot be read.
         """
+        return self._compiled(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
         with self._lock:
             try:
                 tokenizer = self._tokenizer
@@ -104,4 +109,5 @@ class GrammarTokenizer:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(f"the grammar does not compile: {one_line(matcher.get_error())}")
+        matcher.compute_bitmask()  # the lexer's first states, which may take seconds, must not delay a step
         return matcher

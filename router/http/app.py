@@ -189,14 +189,17 @@ class CompletionsApi:
         formatter = ResponseFormatter(output, body, self.generation.tokenizer, model, created)
         async with self.generation.deltas(output, reply) as deltas:
             async for choice, delta in deltas:
-                if body.stream:
+                if body.stream and delta.is_first and choice.prompt.logprobs:  # of an echo, which may be long
+                    tenant = reply.identity.tenant
+                    await reply.events(await THREADS.run(tenant, formatter.events, choice, delta))
+                elif body.stream:
                     await reply.events(formatter.events(choice, delta))
                 else:
                     formatter.collect(choice, delta)
         if body.stream:
             await reply.events(formatter.ending())
             await reply.end()
-        elif any(prompt.logprobs for prompt in output.prompts):
+        elif body.num_logprobs is not None or any(prompt.logprobs for prompt in output.prompts):
             await reply.encoded_json(await THREADS.run(reply.identity.tenant, formatter.encoded_answer))
         else:
             await reply.json(formatter.answer())

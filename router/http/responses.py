@@ -80,7 +80,8 @@ class ResponseFormatter:
     # Streams
 
     def events(self, choice: OutputProcessor, delta: TextDelta) -> bytes:
-        """Return the events for a text delta. The result may be empty while text is held back."""
+        """Return the events for a text delta. The result may be empty while text is held back. With logprobs of an
+        echoed prompt, callers run this on a thread, as for `encoded_answer`."""
         parts: list[str] = []
         text = self._echoed(choice) + delta.text if delta.is_first else delta.text
         prompt_ids = ""
@@ -96,7 +97,8 @@ class ResponseFormatter:
         if contents or (delta.tokens and self._has_details) or (delta.finish is not None and not ends_apart):
             logprobs, ids = "null", ""
             if self._body.num_logprobs is not None and (delta.logprobs or (delta.is_first and self._echo)):
-                logprobs = dump(self._logprobs(choice, delta.logprobs, is_first=delta.is_first))
+                write = dump_in_parts if delta.is_first else dump
+                logprobs = write(self._logprobs(choice, delta.logprobs, is_first=delta.is_first))
             if self._body.return_token_ids:
                 ids = f',"token_ids":{dump(delta.tokens)}' + ("" if self._is_chat else prompt_ids)
             empty = '"delta":{"content":""}' if self._is_chat else '"text":""'

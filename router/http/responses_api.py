@@ -23,7 +23,7 @@ from router.dispatch.requests import GenerationRequest
 from router.http.asgi import SCOPE_KEY, STREAM_HEADERS, ResponseWriter, described
 from router.http.bodies import ChatBody
 from router.http.generation import GenerationService
-from router.http.messages import object_in, renamed_parameters
+from router.http.messages import MAX_MESSAGES, object_in, renamed_parameters
 from router.http.response_bodies import Item, ResponsesBody, items_of, items_to_json
 from router.http.response_events import ResponseEvents, items_with_ids
 from router.http.response_runs import ResponseRuns, body_of, fit
@@ -39,6 +39,7 @@ named_parameters = partial(renamed_parameters, PARAMS, images="input", schema="p
 PATH = "/v1/responses/{id}"
 RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 MAX_LIMIT = 100
+MAX_CONTEXT_ITEMS = 4 * MAX_MESSAGES  # a longer conversation would delay all requests of the router
 ENDINGS = {f"response.{status}" for status in ("completed", "incomplete", "failed", "cancelled")}
 NEEDS_STORE = "needs a store of responses; start the router with --responses-store"
 
@@ -235,7 +236,11 @@ class ResponsesApi:
         except ValidationError:
             text = "The previous response has an item that cannot be part of a request."
             raise RequestError(text, "previous_response_id", "invalid_value") from None
-        return [*items_of(stored.context), *body_of(stored).items, *answer]
+        context = [*items_of(stored.context), *body_of(stored).items, *answer]
+        if len(context) > MAX_CONTEXT_ITEMS:
+            text = f"The conversation has more than {MAX_CONTEXT_ITEMS} items; start a new one."
+            raise RequestError(text, "previous_response_id", "invalid_value")
+        return context
 
 
 async def _events_after(runs: ResponseRuns, stored: StoredResponse, number: int) -> AsyncIterator[bytes]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -27,6 +27,8 @@ from shared.grammar import LIMITS, lark_grammar, one_line
 CHECK_S = 4.0  # CPU time limit for one grammar, after which the child is killed
 MEMORY_BYTES = 1 << 30  # limit of the child's address space
 STACK_BYTES = 2 << 20  # a quarter of the stack size of a node's threads
+# Limit of the symbols of a client's own grammar. The time of a mask can grow with the cube of their number.
+MAX_SYMBOLS = 256
 REMEMBERED = 256  # number of results that are cached, because clients often send the same grammar again
 NO_TOKENIZER = "no tokenizer"  # part of llguidance's warnings about special tokens
 # llguidance's syntax for a rule's temperature, which nodes do not support.
@@ -87,7 +89,9 @@ class GrammarChecker(Collector):
 
 def checked(text: str, is_source: bool) -> dict[str, str]:
     """Return {"grammar": ...} or {"error": the reason}."""
+    limits = LIMITS
     if is_source:
+        limits = LLParserLimits(verbose_errors=False, max_grammar_size=MAX_SYMBOLS)
         try:
             text = gbnf_to_lark(text) if "::=" in text and not is_lark_syntax(text) else text
         except Exception as error:  # noqa: BLE001 - the library raises plain Exception
@@ -95,11 +99,11 @@ def checked(text: str, is_source: bool) -> dict[str, str]:
         if TEMPERATURE.search(text):
             return {"error": "`temperature` of a rule is not supported; set it for the request"}
         text = lark_grammar(text)
-    _, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=LIMITS)
+    _, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits)
     for message in messages:  # a warning means that a part of the grammar is not enforced
         if not message.startswith(NO_TOKENIZER):
             return {"error": one_line(message)}
-    matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=LIMITS)
+    matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=limits)
     # A grammar that names special tokens is an error here, because this tokenizer has none. A node checks the names.
     if not matcher.is_error():
         matcher.compute_bitmask()

@@ -37,6 +37,10 @@ def allowed(rows: list[SamplingRow]) -> list[set[int]]:
     assert masks is not None
     assert others is not None
     assert np.array_equal(masks.words, others.words)
+    return allowed_by(masks)
+
+
+def allowed_by(masks: TokenMasks) -> list[set[int]]:
     bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")
     assert not bits[:, VOCABULARY:].any()
     return [set(np.flatnonzero(row).tolist()) for row in bits]
@@ -80,6 +84,26 @@ def test_a_step_does_not_wait_for_the_first_states_of_a_large_grammar() -> None:
     made_s = process_time()
     assert len(allowed([row])[0]) == 1
     assert process_time() - made_s < made_s - began_s
+    made_s -= began_s
+    began_s = process_time()
+    assert allowed([row_of(matcher_of(regex_grammar("(a{500}){500}")), [])]) == allowed([row])
+    assert process_time() - began_s < made_s, "the samples of a request compile their grammar once"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_grammar_whose_masks_take_too_long_fails(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.token_masks.MAX_EXCESS_S", 0.1)
+    filler, other = MaskFiller(num_threads), row_of(matcher_of(choice_grammar(["b"])), [])
+    ambiguous = lark_grammar("start: s\ns: " + " | ".join(" ".join(["s"] * count) for count in range(2, 7)) + ' | "a"')
+    matcher, began_s = matcher_of(ambiguous), process_time()
+    for length in range(1, 70):
+        masks = filler.start([row_of(matcher, ids_of("a") * length), other])()
+        assert masks is not None
+        assert masks.words[1].any()
+        if allowed_by(masks)[0] <= {END_ID}:
+            break
+    assert length < 69
+    assert process_time() - began_s < 2
 
 
 def test_a_stop_token_is_allowed_exactly_where_the_text_is_complete() -> None:

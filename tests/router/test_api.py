@@ -16,7 +16,7 @@ from dashboard.routes import Dashboard
 from router.http.asgi import ANONYMOUS
 from router.http.bodies import CompletionBody
 from router.http.generation import GenerationService
-from router.http.responses import dump, dump_in_parts, prompt_logprobs
+from router.http.responses import ResponseFormatter, dump, dump_in_parts, prompt_logprobs
 from router.metrics.request_metrics import RequestMetrics
 from router.observer import RouterObserver
 from router.text.tokenizer import Tokenizer
@@ -176,6 +176,19 @@ async def test_an_emoji_cut_by_max_tokens_is_replaced_at_the_end(client, byte_le
     texts = [event["choices"][0]["text"] for event in events_of(await client.post("/v1/completions", json=body))]
     assert "".join(texts) == byte_level.decode(ids[:cut])
     assert not any("\N{REPLACEMENT CHARACTER}" in text for text in texts[:-1])
+
+
+@pytest.mark.parametrize("fields", [{"echo": True, "stream": True}, {"echo": True}, {}])
+async def test_logprobs_of_long_texts_are_formatted_on_a_thread(client, monkeypatch, fields):
+    threads, logprobs = [], ResponseFormatter._logprobs
+
+    def recorded(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return logprobs(*args, **kwargs)
+
+    monkeypatch.setattr(ResponseFormatter, "_logprobs", recorded)
+    assert (await client.post("/v1/completions", json={"prompt": "a b", "logprobs": 2} | fields)).status_code == 200
+    assert threads[0] is not threading.main_thread()
 
 
 @pytest.mark.parametrize("stream", [False, True])

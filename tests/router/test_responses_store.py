@@ -65,7 +65,7 @@ async def finished(own: openai.AsyncOpenAI, response_id: str) -> Any:
         return await own.responses.retrieve(response_id)
 
 
-async def test_a_stored_response_can_be_read_continued_and_deleted(client, hermes, make_store):
+async def test_a_stored_response_can_be_read_continued_and_deleted(client, hermes, make_store, monkeypatch):
     own, dispatcher = await client(hermes, f"<think>{SAID}</think>Fine.", responses_store=make_store())
     first = await own.responses.create(**HELLO, instructions="Be brief.", metadata={"a": "b"})
     assert (first.store, first.metadata, first.output_text) == (True, {"a": "b"}, "Fine.")
@@ -90,6 +90,9 @@ async def test_a_stored_response_can_be_read_continued_and_deleted(client, herme
         await own.responses.create(**HELLO, previous_response_id=first.id)
     assert raised.value.param == "previous_response_id"
     assert (await own.responses.retrieve(second.id)).previous_response_id == first.id
+    monkeypatch.setattr("router.http.responses_api.MAX_CONTEXT_ITEMS", 3)
+    with pytest.raises(openai.BadRequestError, match="more than 3 items"):
+        await own.responses.create(**HELLO, previous_response_id=second.id)
     unstored = await own.responses.create(**HELLO, store=False)
     with pytest.raises(openai.NotFoundError):
         await own.responses.retrieve(unstored.id)
@@ -515,6 +518,19 @@ async def test_memory_is_bounded_and_responses_under_way_stay():
     assert 1 in kept
     assert 5 <= len(kept) <= 8
     assert kept[1:] == list(range(12 - len(kept) + 1, 12)), "the oldest are dropped"
+
+
+async def test_a_tenant_that_fills_the_memory_does_not_drop_the_responses_of_others():
+    now = itertools.count(step=2 * responses_store.UNREAD_S)
+    store = MemoryStore(lambda: next(now))
+    for number in range(12):
+        response = stored(str(number))
+        response.tenant, response.body = ("other" if number else "own"), bytes(MAX_BYTES // 8)
+        await store.create(response, "r1")
+        await store.end(str(number), TokenDelta("", finish="stop"))
+    kept = [number for number in range(12) if await store.get(str(number)) is not None]
+    assert kept[0] == 0
+    assert kept[1:] == list(range(12 - len(kept) + 1, 12))
 
 
 class BusyStore(MemoryStore):

@@ -49,6 +49,8 @@ def schema(value: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value, **more}}
 
 
+AMBIGUOUS = "start: s\ns: /a/ | " + " | ".join(f"r{index}" for index in range(300))
+AMBIGUOUS += "".join(f"\nr{index}: s s" for index in range(300))
 TAGS = {
     "type": "structural_tag",
     "triggers": ["<fn="],
@@ -145,6 +147,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": 'start[temperature=1]: "a"'}}, "structured_outputs.grammar", "`temperature`"),
     ({"structured_outputs": {"grammar": 'start: %json {"not": {}}'}}, "structured_outputs.grammar", 'keys: ["not"]'),
     ({"structured_outputs": {"grammar": "start: start"}}, "structured_outputs.grammar", "no text matches it"),
+    ({"structured_outputs": {"grammar": AMBIGUOUS}}, "structured_outputs.grammar", "too big"),
     (
         {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
         *("structured_outputs.whitespace_pattern", "only allowed with `json`"),

@@ -1,7 +1,6 @@
 """Run a router: `python -m router --help`."""
 
 import asyncio
-import errno
 import gc
 import logging
 import secrets
@@ -41,7 +40,7 @@ from shared import failpoints, logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import RouterSettings
 from shared.errors import ConfigError
-from shared.lifecycle import ProcessLifetime, TaskGroup, freeze_gc, run
+from shared.lifecycle import ProcessLifetime, TaskGroup, cannot_listen, freeze_gc, run
 from shared.registry import EmbeddedRegistry, FollowedRegistry, RedisRegistry, Registry
 from shared.rpc import tls
 
@@ -249,8 +248,7 @@ def _listener(host: str, port: int, flag: str, *, shares: bool, joins: bool = Fa
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        fix = flag if error.errno in {errno.EADDRINUSE, errno.EACCES} else flag.replace("port", "host")
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {fix}") from None
+        raise cannot_listen(error, host, port, flag, flag.replace("port", "host")) from None
     return listener
 
 

@@ -148,5 +148,10 @@ async def listen(
     try:
         return await start(host, port)
     except OSError as error:
-        fix = flag if error.errno in {errno.EADDRINUSE, errno.EACCES} else host_flag
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {fix}") from None
+        raise cannot_listen(error, host, port, flag, host_flag) from None
+
+
+def cannot_listen(error: OSError, host: str, port: int, port_flag: str, host_flag: str) -> OSError:
+    """Return an error that names the flag to change: the port's if the port is used or forbidden, else the host's."""
+    flag = port_flag if error.errno in {errno.EADDRINUSE, errno.EACCES} else host_flag
+    return OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}")

@@ -30,7 +30,7 @@ from shared.rpc import tls
 from shared.rpc.codec import DecodeError, decode, encode
 from shared.rpc.connection import RpcChannel, host_and_port
 from shared.rpc.messages import Ack, NodeInfo, NodeListChange
-from shared.rpc.methods import FOLLOW, JOIN, PEER_FAILURES, RpcServer
+from shared.rpc.methods import FOLLOW, JOIN, PEER_FAILURES, STREAM_ENDED, RpcServer
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
@@ -388,7 +388,7 @@ class StreamAnnouncer(Announcer):
             return "it ended the stream"
         except PEER_FAILURES as error:
             problem = str(error) or type(error).__name__
-            if tls.own() is None and not isinstance(error, ConnectionRefusedError):
+            if tls.own() is None and isinstance(error, (ConnectionResetError, *STREAM_ENDED)):
                 problem += "; if the router has a cluster secret, set the same --cluster-secret-file"
             return problem
         finally:

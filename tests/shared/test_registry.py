@@ -337,6 +337,12 @@ async def test_a_node_without_a_secret_names_the_flag_if_the_router_has_one(
     await server.close()
 
 
+async def test_an_unreachable_router_is_not_blamed_on_a_secret(caplog: pytest.LogCaptureFixture) -> None:
+    async with announced(1, Names("255.255.255.255")):
+        assert await wait_until(lambda: "no router at 255.255.255.255:1 (" in caplog.text, 20.0)
+    assert "cluster-secret" not in caplog.text
+
+
 async def test_names_are_resolved_by_the_system_in_a_thread_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "127.0.0.1" in await NameResolver("localhost")()
     assert await NameResolver("::1")() == ["::1"]

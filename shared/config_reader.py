@@ -49,9 +49,11 @@ class ConfigReader:
 
     def numbers(self, key: str, count: int, default: tuple[float, ...] | None = None) -> tuple[float, ...]:
         def fits(value: Any) -> bool:
-            return isinstance(value, list) and len(value) == count and all(type(one) in {int, float} for one in value)
+            if not isinstance(value, list) or len(value) != count:
+                return False
+            return all(type(one) in {int, float} and abs(one) < 1e30 for one in value)
 
-        return tuple(map(float, self._read(key, default, fits, f"it must be a list of {count} numbers")))
+        return tuple(map(float, self._read(key, default, fits, f"it must be a list of {count} finite numbers")))
 
     def require(self, key: str, supported: Any, default: Any) -> None:
         """Refuse the model unless the value of `key` is `supported`. A missing or null value counts as `default`."""

@@ -132,6 +132,6 @@ def _scale(module: str, rank: int, config: Mapping[str, Any], file: Path) -> flo
             raise ValueError(f"{file.parent / CONFIG}: alpha_pattern has {ending!r:.60}: only names are supported")
     matching = (value for ending, value in patterns.items() if f".{module}".endswith(f".{ending}"))
     alpha: Any = next(matching, config.get("lora_alpha"))
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"{file.parent / CONFIG}: lora_alpha is {alpha!r:.60}: it must be a number")
+    if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
+        raise ValueError(f"{file.parent / CONFIG}: lora_alpha is {alpha!r:.60}: it must be a finite number")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,6 +1,7 @@
 """Test that a model of text and images generates the same tokens as in transformers, however prompts are computed."""
 
 import json
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import product
@@ -163,6 +164,11 @@ def test_the_image_processor_of_processor_config_has_priority(tmp_path: Path) ->
     assert rules is not None
     assert (rules.min_pixels, rules.max_pixels) == (oracle.size["shortest_edge"], oracle.size["longest_edge"])
     assert rules.max_pixels == 8192
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"image_processor": newer | {"image_mean": [0, math.nan, 0]}})
+    )
+    with pytest.raises(ValueError, match=r"image_mean is \[0, nan, 0\]: it must be a list of 3 finite numbers"):
+        read_image_rules(tmp_path)
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": ["x"]}))
     with pytest.raises(ValueError, match=r"processor_config\.json: image_processor is \['x'\]: it must be an object"):
         read_image_rules(tmp_path)

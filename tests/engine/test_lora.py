@@ -189,6 +189,7 @@ Q = f"{LAYER}.self_attn.q_proj"
         (lambda config, _: config.update(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
         (lambda config, _: config.update(lora_alpha="16"), "lora_alpha is '16'"),
         (lambda config, _: config.update(alpha_pattern={"(a+)+": 1}), "alpha_pattern has"),
+        (lambda config, _: config.update(lora_alpha=10**400), "lora_alpha is 1000.*: it must be a finite number"),
         (lambda config, _: config.update(alpha_pattern=["q_proj"]), r"alpha_pattern has \['q_proj'\]"),
         (lambda _, tensors: tensors.pop(f"{Q}.lora_A.weight"), "self_attn.q_proj has tensors"),
         (lambda _, tensors: tensors[f"{Q}.lora_A.weight"].fill_(float("nan")), "not finite"),

@@ -105,6 +105,10 @@ def directory(tmp_path: Path) -> Path:
         (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2: Gemma 4 with layers that share KV"),
         (GEMMA4 | {"global_head_dim": 20}, "global_head_dim is 20: global layers must have heads of twice the size"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 9}, "kv_lora_rank is 9: it must be even"),
+        (
+            {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 8, "num_experts_per_tok": 2},
+            r"topk_group is missing: the groups must have at least num_experts_per_tok \(2\) experts",
+        ),
         ({"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "x.Y"}}, "auto_map .*never run"),
         (
             VISION | {"text_config": {"model_type": "umt5"}},

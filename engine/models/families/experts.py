@@ -56,6 +56,8 @@ def sigmoid_moe(keys: ConfigReader, num_experts: int = 128, top_k: int = 8) -> M
     groups, top_groups = keys.size("n_group", 1), keys.size("topk_group", 1)
     if num_experts % groups or top_groups > groups:
         keys.refuse("n_group", f"it must divide n_routed_experts ({num_experts}) and be at least topk_group")
+    if top_groups * (num_experts // groups) < top_k:
+        keys.refuse("topk_group", f"the groups must have at least num_experts_per_tok ({top_k}) experts")
     expert = common.mlp(keys, "moe_intermediate_size")
     shared = replace(expert, inner=expert.inner * keys.size("n_shared_experts", 1))
     return MoeSpec(

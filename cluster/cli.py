@@ -235,6 +235,9 @@ def _on_ray(run: Callable[[Any], int]) -> int:
 def _chat(
     url: Url = LOCAL_URL,
     api_key: ApiKey = "",
+    model: Annotated[
+        str | None, typer.Option(help="Model or LoRA adapter.", show_default="the router's first model")
+    ] = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of an answer.", show_default="the router's")
@@ -245,4 +248,4 @@ def _chat(
 ) -> int:
     from cluster.clients import run_chat
 
-    return run_chat(url, api_key, system, max_tokens=max_tokens, temperature=temperature)
+    return run_chat(url, api_key, system, model=model, max_tokens=max_tokens, temperature=temperature)

@@ -260,7 +260,7 @@ def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
 # ---- chat ----------------------------------------------------------------------------------------------------------
 
 
-def run_chat(url: str, api_key: str, system: str, **options: float | None) -> int:
+def run_chat(url: str, api_key: str, system: str, **options: str | float | None) -> int:
     """Send each line of standard input as a prompt. If it is a pipe, return 1 if a prompt got no answer, else return 0.
 
     Each request gets the fields `options`. If an answer fails or is stopped, the conversation continues without its

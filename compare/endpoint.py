@@ -56,7 +56,12 @@ class Endpoint:
             self.is_baton = "nodes" in await self.status()
 
     async def status(self) -> Document:
-        return await self._json("/v1/status")
+        """Return the router's status. If the router serves several models, omit the nodes and counts of the others."""
+        status = await self._json("/v1/status")
+        if self.model in status.get("models", ()):
+            status |= status["models"][self.model]
+            status["nodes"] = [node for node in status["nodes"] if node["model"] == self.model]
+        return status
 
     async def requests(self) -> list[Document]:
         """Return the summaries of the latest requests, newest first."""

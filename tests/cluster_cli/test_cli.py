@@ -399,14 +399,14 @@ def test_chat_from_a_pipe_answers_line_by_line_with_its_timing(
 
 def test_chat_options_reach_the_router(serve: Callable[[Answering], str], monkeypatch: pytest.MonkeyPatch) -> None:
     echo = Echo()
-    arguments = ("--system", "Be brief.", "--max-tokens", "7", "--temperature", "0")
+    arguments = ("--model", "small", "--system", "Be brief.", "--max-tokens", "7", "--temperature", "0")
     assert chat(serve(echo), "a\n/new\nb\n/quit\nc\n", monkeypatch, *arguments) == 0
     system = {"role": "system", "content": "Be brief."}
     assert [body["messages"] for body in echo.bodies] == [
         [system, {"role": "user", "content": "a"}],
         [system, {"role": "user", "content": "b"}],
     ]
-    assert (echo.bodies[0]["max_tokens"], echo.bodies[0]["temperature"]) == (7, 0)
+    assert [echo.bodies[0][name] for name in ("model", "max_tokens", "temperature")] == ["small", 7, 0]
 
 
 def test_commands_of_the_chat_are_answered_locally(

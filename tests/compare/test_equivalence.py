@@ -148,6 +148,28 @@ async def test_a_period_may_be_longer_than_the_longest_trace() -> None:
         await endpoint.close()
 
 
+async def test_the_status_has_the_nodes_and_counts_of_the_measured_model_only() -> None:
+    requests = {"a": {"running": 0}, "b": {"running": 7}}
+    nodes = [{"id": "0", "model": "a"}, {"id": "1", "model": "b"}]
+    models = {name: {"requests": counts} for name, counts in requests.items()}
+    answers = {
+        "/v1/models": {"data": [{"id": "a"}, {"id": "b"}]},
+        "/v1/status": {"nodes": nodes, "requests": {"running": 7}, "models": models},
+    }
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(answers[request.path])
+
+    app = web.Application()
+    app.router.add_get("/v1/{path:.*}", answer)
+    async with TestServer(app) as server:
+        endpoint = Endpoint(str(server.make_url("")))
+        await endpoint.connect()
+        status = await endpoint.status()
+        assert (status["nodes"], status["requests"]) == (nodes[:1], requests["a"])
+        await endpoint.close()
+
+
 def test_only_prompts_that_fit_every_arm_are_compared() -> None:
     assert different_answers({"long": [[1], [2]], "short": [[1]]}) == []
     assert len(different_answers({"short": [[1]], "long": [[3], [2]]})) == 1

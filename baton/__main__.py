@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run the command. Its packages are in this folder or, in a checkout, in the parent folder.
+    """Run the command. The packages that it imports are in this folder or, in a checkout, in the parent folder.
 
     Put the packages' folder first in `sys.path`, because other installed programs may have packages of the same names.
     """

@@ -70,7 +70,7 @@ def slowed_cost(name: str, slow: float, folder: Path) -> str:
 def verdict(
     pair: Pair, *, on: str, cost: str, trace: Path, seeds: int, duration_s: float
 ) -> tuple[str, dict[str, float]]:
-    """Return the better arm, TIE, or "none: " and the reason; and the mean attainment of each arm in percent."""
+    """Return the verdict (the better arm, TIE, or "none: " and the reason), and the mean attainments in percent."""
     with tempfile.TemporaryDirectory(prefix="agreement-") as directory:
         options = CompareOptions(
             arms=[pair.one, pair.two],

@@ -78,7 +78,7 @@ class IdleFleet:
             await sessions.close()
 
     async def _beat(self, sessions: RouterSessions) -> None:
-        """Report at ticks from a random start, as nodes do."""
+        """Report every HEARTBEAT_S, from a random start and at the ticks of `to_tick`, as nodes do."""
         steps, delay_s = 0, random.random() * HEARTBEAT_S
         while True:
             await asyncio.sleep(to_tick(delay_s))

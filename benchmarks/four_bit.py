@@ -3,7 +3,7 @@
     python -m benchmarks four_bit
 
 The first run writes two checkpoints to the benchmarks' cache: one in bfloat16, and one in AWQ with groups of 128, whose
-embedding and output head are bfloat16. Each model runs in its own process. While one runs, the other is stopped.
+embedding and output head are bfloat16. Each model runs in its own process. While one process runs, the other is paused.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 As in `baton profile --from`, a cost file is fitted to the records of a live cluster, which serves the preset "mix".
 Then other traffic runs on new clusters of both modes, and each period is simulated with this cost file. Because the
-machine's speed varies, this is repeated for each kind of traffic. --traces is a directory with traces of Azure and
-Mooncake. The machine must be idle.
+machine's speed varies, the cost file is fitted again for each kind of traffic. --traces is a directory with traces of
+Azure and Mooncake. The machine must be idle.
 """
 
 import asyncio

@@ -111,8 +111,8 @@ class PeerProcess:
 
 @contextlib.contextmanager
 def running_cluster(flags: tuple[str, ...], num_nodes: int) -> Iterator[tuple[str, int]]:
-    """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError if it ends, or
-    after START_S."""
+    """Start `baton up`. Yield its URL and pid when `num_nodes` nodes are alive. Raises TimeoutError if the command
+    ends before that, or after START_S."""
     with tempfile.NamedTemporaryFile() as log:
         command = [sys.executable, "-m", "baton", "up", "--port", "0", "--registry-port", "0", *flags]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)

@@ -2,7 +2,7 @@
 
 A recording has the settings of the node's scheduler, the requests and the steps. Requests are in the order in which the
 scheduler received them, and numbers identify the blocks of their prompts. A step has the number of requests added since
-the previous step, its durations, the numbers of blocks, and its members (request, start, count).
+the previous step, its durations, the numbers of free, cached and owned blocks, and its members (request, start, count).
 """
 
 import asyncio

@@ -174,7 +174,7 @@ class RouterProcess:
 
 @contextmanager
 def running_router(module: str, cpu: int, flags: Sequence[str]) -> Iterator[RouterProcess]:
-    """Start a router, which is the module `module`, on `cpu`, and kill it at the end."""
+    """Run the module `module` as a router on `cpu`, and kill the router at the end."""
     port, registry_port = free_port(), free_port()
     ports = f"--port {port} --registry-port {registry_port} --max-concurrent-requests 4096 --log-level error"
     command = [sys.executable, "-m", module, "--model", str(DEMO_MODEL), "--served-model-name", "model", *ports.split()]
@@ -218,7 +218,7 @@ async def started(fleet: PacedFleet, cpu: int, workers: int) -> AsyncIterator[Ro
     with running_router("router", cpu, ["--workers", str(workers)]) as router:
         announcers = [await node.join(router.registry) for node in fleet.nodes]
         try:
-            while router.process.poll() is None and await num_ready(router.port) < NUM_NODES:  # noqa: ASYNC110 - there is no event to await
+            while router.process.poll() is None and await num_ready(router.port) < NUM_NODES:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             yield router
         finally:

@@ -2,9 +2,9 @@
 
     python -m benchmarks router_workers
 
-All routers run at the same time on the first CPU. Each has its own fake nodes and clients (benchmarks/router.py), which
-run on the last CPU and send tokens to one router after the other. A round measures every router once, and each ratio
-compares two routers in the same round, so that changes of the machine's speed affect both.
+All routers run on the first CPU. Each router has its own fake nodes and clients (benchmarks/router.py) on the last CPU.
+Only one router gets tokens at a time. A round measures every router once, and each ratio compares two routers in the
+same round, so that changes of the machine's speed affect both routers.
 
 Two workers that share a core also share its caches, so each slice of CPU time probably begins with cache misses. Slices
 of 100 ms instead of about 4 ms make these misses rare, as if the workers had cores of their own.

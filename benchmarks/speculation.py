@@ -114,7 +114,7 @@ class SpeculatingEngine:
             self.seconds([script], receives=False)  # compute a prompt, as each node does for some requests
 
     def seconds(self, scripts: Sequence[Script], *, receives: bool = True) -> float:
-        """Return the seconds from the arrival of the prompts' KV to the last token of all answers."""
+        """Return the seconds from the requests' arrival to the last token. With `receives`, no prompt is computed."""
         requests = []
         for number, script in enumerate(scripts):
             self._runner.rows[f"r{number}"] = script.prompt + script.answer

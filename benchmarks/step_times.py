@@ -1,4 +1,4 @@
-"""Measure how long the demo model's steps take on this CPU: tests/data/recordings/step_times.json.
+"""Measure how long the demo model's steps take on this CPU, and write tests/data/recordings/step_times.json.
 
 The measured steps are evenly spaced steps of the recordings (`python -m benchmarks recording`). Each step runs
 --repeats times with one thread. The file has the median CPU time of each step, because other processes delay a step but

@@ -34,7 +34,7 @@ Series = NDArray[np.float64]
 
 
 class MeasuredRun:
-    """The measured times of a run in seconds, and a simulation of it with any cost model."""
+    """The measured times of a run, in seconds. The run can be simulated with any cost model."""
 
     def __init__(self, path: Path) -> None:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -64,7 +64,7 @@ class MeasuredRun:
     def fit(self) -> CostModel:
         """Return the cost model with the smallest sum of two mean relative errors over the first FIRST requests.
 
-        One is the error of the TPOT. The other is that of the TTFT, with 100 ms added to measured and simulated TTFTs.
+        The first is the error of the TPOT. The second is that of the TTFT, after 100 ms are added to every TTFT.
         """
 
         def error(logs: Series) -> float:

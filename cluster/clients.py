@@ -261,7 +261,7 @@ def change_role(url: str, node: str, role: str, api_key: str = "") -> int:
 
 
 def run_chat(url: str, api_key: str, system: str, **options: str | float | None) -> int:
-    """Send each line of standard input as a prompt. If it is a pipe, return 1 if a prompt got no answer, else return 0.
+    """Send each line of standard input as a prompt. Return 1 if the input is a pipe and a prompt got no answer, else 0.
 
     Each request gets the fields `options`. If an answer fails or is stopped, the conversation continues without its
     question.
@@ -319,7 +319,7 @@ def _answer(url: str, api_key: str, fields: Document) -> str:
     body = {name: value for name, value in fields.items() if value is not None}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     text, num_tokens, num_parts, ttft_s, total_s = "", 0, 0, 0.0, 0.0
-    sent: list[float] = []  # the time of sending: creating the HTTP client first can take longer than the first token
+    sent: list[float] = []  # when the request was sent; creating the client before that can take long
 
     def on_sending(_: httpx.Request) -> None:
         sent.append(time.monotonic())

@@ -261,7 +261,7 @@ def _clocks(status: Document) -> str:
     offsets = {node["id"]: node["clock_offset_ms"] for node in _members(status) if "clock_offset_ms" in node}
     if skewed := [f"{name} by {-offset:+.0f} ms" for name, offset in offsets.items() if abs(offset) > CLOCK_MS]:
         raise CheckWarning(f"clocks differ from the router's: {', '.join(skewed)}: synchronize them with NTP")
-    return f"at most {max(map(abs, offsets.values()), default=0):.0f} ms apart" if offsets else "not known"
+    return f"at most {max(map(abs, offsets.values()), default=0):.0f} ms apart" if offsets else "unknown"
 
 
 def _membership(status: Document) -> str:
@@ -348,7 +348,7 @@ async def _reported(endpoint: Endpoint, num_handoffs: int) -> Document:
 
 
 def handed_off(status: Document, channel: str, count: int) -> str:
-    """Check that the prompts were handed off over `channel`. Equal tokens prove nothing about an unused channel."""
+    """Check that the prompts were handed off over `channel`. Equal tokens do not prove that the channel was used."""
     used = {name for node in status["nodes"] for name in node["channels"].values()}
     if status["handoffs"] < count or used != {channel}:
         raise ValueError(

@@ -164,10 +164,10 @@ def printer(names: Iterable[str], log_format: str = "text") -> Say:
 class LocalCluster:
     """The running processes of `children`.
 
-    `baton up` creates this object, and calls `run` on the event loop. `run` restarts nodes that end, stops the cluster
-    when the router ends, and leaves no process behind. After SIGTERM, a process has `drain_timeout_s` + GRACE_S seconds
-    to end before it is killed. `all_ready` waits until every node takes requests. `get_status` returns the router's
-    /v1/status, or None if the router does not answer.
+    `baton up` creates this object, and calls `run` on the event loop. `run` restarts nodes that end, and leaves no
+    process behind. It stops the cluster when the router ends or a node has invalid settings. After SIGTERM, a process
+    is killed unless it ends within `drain_timeout_s` + GRACE_S. `all_ready` waits until every node takes requests.
+    `get_status` returns the router's /v1/status, or None if the router does not answer.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class LocalCluster:
     async def run(self) -> int:
         """Run the processes until they have all ended, and return the exit status.
 
-        The exit status is 0 after one signal, and 128 plus the number of the second signal after two signals. If a
-        process ends the cluster, it is the exit status of this process, or 1 if a signal ended this process.
+        The exit status is 0 after one signal, and 128 plus the number of the second signal after two signals. If the
+        end of a child ends the cluster, it is the status of the child, or 1 if the child ended with 0 or by a signal.
         """
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

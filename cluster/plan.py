@@ -203,7 +203,7 @@ class Child:
 
 
 def plan(settings: LocalSettings, cores: Sequence[int]) -> list[Child]:
-    """Return the processes of the router and of the nodes, which share `cores`. `settings` have a `model` directory."""
+    """Return the processes of the router and the nodes. Nodes share `cores`. `settings.model` must be a directory."""
     sizes = zip(("prefill", "decode"), settings.num_nodes(), strict=True)
     nodes: list[tuple[str, str, dict[str, object]]] = [
         (role, f"{role}-{number}", {}) for role, size in sizes for number in range(size)
@@ -267,7 +267,7 @@ def checked(settings: LocalSettings) -> LocalSettings:
     if not settings.registry:
         update["registry_port"] = _free_port("registry_port", settings.registry_host, settings.registry_port, port)
         if update["registry_port"] == port:
-            raise ConfigError(f"--registry-port {port}: is also the --port")
+            raise ConfigError(f"--registry-port {port}: is the same as --port; choose another port")
     return settings.model_copy(update=update)
 
 

@@ -31,7 +31,7 @@ POLL_S = 1.0
 
 
 class Supervisor:
-    """Runs one process of Baton on the host where Ray placed this actor, and restarts it when it ends.
+    """Runs one process of Baton on the host where Ray placed this actor, and restarts it when it fails.
 
     One thread owns the process; Ray calls the methods on another thread. The process dies with the actor.
 
@@ -242,7 +242,7 @@ def status(cluster: str) -> int:
             found = ray.get(actor.status.remote(), timeout=ANSWER_S)
             details = f"{found['host']:16} process {found['process']:<8} {found['state']}, {found['restarts']} restarts"
         except RayError as error:
-            details = f"Ray has no host for it now ({type(error).__name__})"
+            details = f"no host for this process, or no answer ({type(error).__name__})"
         print(f"{name:12} {details}")
     if not actors:
         print(f"baton ray: no cluster {cluster!r} runs here; `baton ray up` starts one", file=sys.stderr)

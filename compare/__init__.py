@@ -1,1 +1,1 @@
-"""Compares ways to serve the same traffic on the same devices: finds which is better, how certain that is, and why."""
+"""Compares ways to serve the same traffic on the same devices: which one is best, why, and how certain that is."""

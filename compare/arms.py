@@ -38,7 +38,7 @@ class Arm:
     prefill: int
     decode: int
     settings: Mapping[str, str] = field(default_factory=dict)  # values as text, keyed by field name of ArmSettings
-    url: str = ""  # set only for a running stack; its numbers of nodes are 0 until a client has connected to it
+    url: str = ""  # set only for a running stack, whose `prefill` and `decode` are 0 until a client has connected
 
     @property
     def devices(self) -> int:

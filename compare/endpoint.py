@@ -12,11 +12,11 @@ from shared.api_client import bearer, verification
 
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
-# A stack counts as idle after this many consecutive polls without a new step: 1.6 s. A shorter time could miss steps,
-# because nodes report, and proxies read the counters of vLLM servers, at most twice a second.
+# A stack counts as idle after this many consecutive polls without a new step: 1.6 s. A shorter time could miss steps:
+# nodes report at most twice a second, and proxies read the counters of vLLM servers at most twice a second.
 IDLE_POLLS = 8
 SUMMARIES = 4000  # a router keeps at most this many summaries
-STEPS = 65_536  # and this many steps of each node
+STEPS = 65_536  # a router keeps at most this many steps of each node
 MAX_TRACE_S = 3600.0  # a router refuses requests for longer traces
 
 Document = dict[str, Any]
@@ -76,11 +76,11 @@ class Endpoint:
         return [dict(zip(answer["fields"], row, strict=True)) for row in answer["steps"]]
 
     async def trace(self, last_s: float) -> bytes:
-        """Return a trace of the last `last_s` seconds, or of the last MAX_TRACE_S seconds, in Chrome's format."""
+        """Return a trace of the last `last_s` seconds, but at most MAX_TRACE_S seconds, in Chrome's format."""
         return (await self._send("GET", f"/trace?last={min(last_s, MAX_TRACE_S):.0f}s")).content
 
     async def complete(self, prompt: Sequence[int], max_tokens: int, salt: str) -> list[int]:
-        """Request a greedy answer of exactly `max_tokens` tokens, and return its token ids."""
+        """Return the ids of a greedy answer of exactly `max_tokens` tokens or, if there are none, its text in bytes."""
         body: Document = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if self.is_baton else {})
         answer = await self._send("POST", "/v1/completions", json=body)
@@ -133,7 +133,7 @@ def is_external(node: Document) -> bool:
 
 
 def alive_nodes(status: Document) -> list[Document]:
-    """Return the nodes of a router's status, without those that were lost or have left, which stay listed."""
+    """Return the nodes that are alive. A router's status also lists the nodes that were lost or have left."""
     return [node for node in status["nodes"] if node["alive"]]
 
 

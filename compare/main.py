@@ -37,12 +37,12 @@ NO_VERDICT = 1
 # slowdown, because it also counts processes of lower priority.
 MAX_SLOWDOWN = 3.0
 BUSY = 0.5  # at a higher load average per core, other processes distort the figures
-MIN_REQUESTS = 10  # a search does not try rates at which fewer requests than this arrive in a period
+MIN_REQUESTS = 10  # a search tries only rates at which at least this many requests arrive in a period
 TOO_LONG = ("error", "cut", "drop")
 ON = ("live", "emulated", "sim")
 DEVICES = {"emulated": "emulated", "sim": "simulated"}
 PREFLIGHT_TOKENS = (1, 16, 40, 100, 250)  # lengths of the preflight's prompts, from a single token to several blocks
-WORDS_ONLY = 4096  # vocabulary size if the model is not local; `compare.load.outcome.body_of` turns ids into words
+WORDS_ONLY = 4096  # vocabulary size for --url without --model; `compare.load.outcome.body_of` turns ids into words
 
 
 async def run_compare(options: CompareOptions) -> int:
@@ -101,8 +101,8 @@ def prepare(
 ) -> tuple[Experiment, Deployments, str]:
     """Return the experiment for these options, the deployments of its arms, and the plan to print.
 
-    `first_rates` has the rates at which the searches for the arms' capacities start. With `first_rates`, traffic from a
-    trace is also drawn at a rate. Raises ConfigError, whose one-line message names the flag and the remedy.
+    `first_rates` has, for each arm, the rate at which the search for its capacity starts. The traffic is then checked
+    at the lowest of these rates. Raises ConfigError, whose one-line message names the flag and the remedy.
     """
     _check_choices(options)
     model = _model_of(options)
@@ -216,7 +216,7 @@ def _model_of(options: CompareOptions) -> Path | None:
 
 
 def _simulates_other_model(options: CompareOptions) -> bool:
-    """Return whether the simulated model is that of the cost file, so that the limits of `_model_of` do not apply."""
+    """Return True if the cost file, and not `_model_of`, determines the simulated model and its limits."""
     return options.on == "sim" and not options.model
 
 

@@ -78,6 +78,6 @@ class CompareOptions:
     set: list[str] = flag("SETTING=VALUE", [], "A setting of all arms.")
     unequal: bool = flag("", False, "Allow arms with different numbers of devices.", "--unequal")
     control: bool = flag("", False, "Also compare the first arm with a copy; no verdict if they differ.", "--control")
-    treatment: list[str] = flag("FACT", [], "A fact of the nodes that may differ between the arms, such as torch.")
+    treatment: list[str] = flag("FACT", [], "A property of the nodes that may differ between arms, such as torch.")
     timeout: float = flag("SECONDS", 60.0, "Seconds after which a request counts as failed.", min=1.0)
     out: Path | None = flag("DIRECTORY", None, "Directory of the report. Default: baton-compare-TIME.")

@@ -33,7 +33,7 @@ from shared.rpc.methods import COMMIT, PUSHED, RENEW, RESERVE, STOP, unary
 
 log = logging.getLogger("baton.handoff")
 CHECK_LEASES_S = 0.5
-STALL_S = 1.0  # if the event loop stood still for this long, renewals may have arrived that were not read yet
+STALL_S = 1.0  # if the event loop stood still for this long, it may not have read renewals that have arrived
 MAX_RENEWED = 1 << 14  # maximum number of reservations in one renewal: far more than fit into any pool
 MAX_CANCELLED = 1 << 12  # maximum number of requests whose cancellation is remembered
 CORRUPT = "checksums differ"
@@ -112,7 +112,7 @@ class HandoffReceiver(RoleAdapter):
             return ReserveReply(error=late if isinstance(error, TimeoutError) else "the request was aborted")
         finally:
             del self._waiting[request.id]
-        if request.id not in self._requests:  # it was aborted in the meantime, which released its blocks
+        if request.id not in self._requests:  # an abort in the meantime released its blocks
             return ReserveReply(error="the request was aborted")
         try:
             failpoints.reach("decode.reserved", request.id)

@@ -12,8 +12,8 @@ from enum import Enum
 
 from scheduler.request import Request
 
-LEASE_S = 9.0  # checked twice a second, so a dead writer holds blocks for less than 10 s
-LOST_S = 3.0  # a lease ends at most this long after its writer's connection, unless it is renewed (twice a second)
+LEASE_S = 9.0  # leases are checked twice a second, so a dead writer holds blocks for less than 10 s
+LOST_S = 3.0  # after the end of a writer's connection, its leases end within this time, unless it renews them
 
 
 class ReservationPhase(Enum):
@@ -45,7 +45,7 @@ class Reservation:
     num_checked: int = 0  # number of leading `rows` that match their checksums
     phase: ReservationPhase = ReservationPhase.OPEN
     is_repeated: bool = False  # rows were damaged at the commit, and may be written once more
-    was_quarantined: bool = False  # it has left quarantine; its failure was reported when the quarantine began
+    was_quarantined: bool = False  # quarantine has ended; the failure was reported when the quarantine began
 
     def move_to(self, phase: ReservationPhase) -> None:
         assert phase in LEGAL[self.phase], f"reservation: {self.phase} -> {phase} is not a legal transition"

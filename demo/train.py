@@ -5,8 +5,8 @@
     python demo/train.py --texts … --init /tmp/short --out demo/model --learning-rate 1e-3 --phases 1024:150 8192:60
     python demo/train.py --texts … --kind hybrid --out demo/hybrid --phases 256:1000 2048:20
 
-`--kind dense`, the default, is a small Llama, `hybrid` a small Qwen3.5 (gated DeltaNet and attention), and `moe` a
-small Qwen3-MoE (experts). An interrupted training continues from `checkpoint.safetensors` in the directory `--out`.
+`--kind dense`, the default, trains a small Llama. `hybrid` trains a small Qwen3.5 (gated DeltaNet and attention), and
+`moe` trains a small Qwen3-MoE (experts). An interrupted training continues from `checkpoint.safetensors` in `--out`.
 
 Any UTF-8 text files work. The last twentieth of every file is held out for evaluation. Training begins with short
 sequences, which are cheap and reduce the loss most. Longer sequences, up to the whole context, then train the later

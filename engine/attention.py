@@ -40,7 +40,7 @@ class AttentionLayer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the layer has no soft cap, sinks or latents, and its heads have the layout's size."""
+        """Whether the layer has no soft cap, sinks or latents, and its heads have the layout's head_dim."""
         return self.softcap == self.latent == self.wide == 0 and self.sinks is None
 
 
@@ -95,8 +95,8 @@ def plan_tables(backend: AttentionBackend, pool: KVPool, batch: Batch) -> Attent
 class ImagesPlan:
     """The attention of one step in which tokens of an image attend to each other (see `Batch.spans`).
 
-    The backend's plan computes all slices. The reference then recomputes each slice that contains such tokens, and its
-    results replace those of the backend.
+    The backend's plan computes all slices. The reference then recomputes each slice that contains such tokens. The
+    results of the reference replace those of the backend.
     """
 
     def __init__(self, plan: AttentionPlan, reference: "TorchPlan") -> None:
@@ -108,7 +108,7 @@ class ImagesPlan:
 
 @dataclass(slots=True)
 class _Reach:
-    """The part of the pool that a slice reads, in all layers with the same window."""
+    """The part of the pool that a slice reads. It is the same for all layers with the same window."""
 
     queries: slice  # rows of the packed batch
     pieces: Tensor  # int64 [kv_heads * blocks]: indices of a layer's (block, head) pieces, sorted by head

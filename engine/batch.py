@@ -1,7 +1,7 @@
 """Packs the slices of a step into the flat integer tensors that a forward pass reads, for any model.
 
-Packing a slice takes the same time for a context of any length, except for the copy of the slice's row of the block
-table.
+The time to pack a slice does not depend on the length of its context, except for the time to copy the slice's row of
+the block table.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from scheduler.request import Request, Slice, StateUse, cdiv
 
 IntArray = NDArray[np.int32]
 FEW_TOKENS = 8  # for up to this many tokens, plain Python is faster than NumPy
-KEPT_ROWS = 1024  # if more tables than this are cached in addition to a step's own tables, they are dropped
+KEPT_ROWS = 1024  # if the cache has more than this many tables in addition to a step's tables, only these are kept
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Batch:
     starts: list[int]  # position of each slice's first token
     kv_lens: list[int]
     sampled: list[int]  # indices of the slices that sample, ascending
-    scored: list[tuple[int, int]]  # (slice, n): the first n rows of the slice need prompt logprobs
+    scored: list[tuple[int, int]]  # (slice, n): prompt logprobs or mean pooling need the first n rows of the slice
     carried: list[tuple[int, int]] = field(default_factory=list)
     others: list[KVTable] = field(default_factory=list)
     states: StateBatch | None = None  # only for models with recurrent layers
@@ -108,7 +108,7 @@ class Batch:
     def drawing(self) -> "Batch | None":
         """Return a batch that contains only the last token of each sampling slice, in the order of `logit_rows`.
 
-        Returns None if the batch contains no other tokens, or if prompt logprobs need the rows of other tokens.
+        Returns None if the batch contains no other tokens, or if the rows of other tokens are needed (see `scored`).
         """
         if self.scored or len(self.sampled) == len(self.tokens):
             return None
@@ -131,7 +131,7 @@ class Batch:
 
 
 def num_scored(slice_: Slice) -> int:
-    """Return the number of a slice's rows from which requested prompt logprobs are computed."""
+    """Return how many of the slice's first rows are needed for prompt logprobs or for the mean of hidden states."""
     request = slice_.request
     return max(0, min(slice_.end, request.num_prompt - 1) - slice_.start) if request.needs_prompt_logprobs else 0
 
@@ -168,8 +168,8 @@ class BlockRows:
     def _row(self, request: Request, number: int, count: int) -> IntArray:
         """Return the first `count` rows in a request's table.
 
-        A request's table only grows, until a preemption replaces it with a new table. The cached array still has rows
-        that the request released, but no slice reads them.
+        A request's table only grows, until a preemption replaces it with a new table. The cached array may contain rows
+        that the request has released, but no slice reads these rows.
         """
         table, kept = request.tables[number], self._rows[number].get(request.id)
         row = kept[1] if kept is not None and kept[0] is table else _NONE

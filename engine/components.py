@@ -51,7 +51,7 @@ def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineCo
     """Build the components for `options`.
 
     If `borrowed` is given, the node uses this KV memory of another node, and allocates no KV memory of its own.
-    Raises ValueError if the model, the memory or the device is not available; the message states the remedy.
+    Raises ValueError if the model, the memory or the device is not available. The message states the remedy.
     """
     with stage(f"starting the engine (--device {options.device})", "free memory on it, or choose another"):
         components = _build(options, borrowed)
@@ -188,9 +188,9 @@ def _torch_runner(
 
 def _loaded_on_cpu(options: BuildOptions, config: ModelConfig, path: Path) -> tuple[LinearFormat, LanguageModel]:
     map_large_blocks()
-    # Load on a temporary thread: when the thread ends, so does its team of OpenMP threads. If the team remained, there
+    # Load on a temporary thread. When the thread ends, its team of OpenMP threads ends too. If the team remained, there
     # would be more OpenMP threads than cores. libgomp would then put every team to sleep between two matrix products,
-    # which costs 50 us.
+    # which costs 50 us each time.
     with ThreadPoolExecutor(1) as loading:
         return loading.submit(_load_on_cpu, options, config, path).result()
 

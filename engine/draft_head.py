@@ -35,7 +35,7 @@ class KeptFeatures:
 
 
 class DraftHead(TimedDrafter):
-    """A draft head in the model's KV pool, on the engine's thread.
+    """A draft head. Its KV is in the model's pool, and it runs on the engine's thread.
 
     The head's KV of position i derives from token i and the model's hidden state at position i - 1. The head's KV is
     stored in the same step and in the same rows as the model's KV. It is therefore reused with a cached prefix, and is
@@ -67,8 +67,8 @@ class DraftHead(TimedDrafter):
     # ---- before and after the model's steps -------------------------------------------------------------------
 
     def extended(self, step: Step) -> Step:
-        """Return the step, in which a slice also includes the token before it if that token's hidden state is not
-        known."""
+        """Return the step with some slices extended. If the hidden state of the token before a slice is not known, the
+        slice also includes this token."""
         slices, ends = list[Slice](), dict[str, int]()
         for slice_ in step.slices:
             request, before = slice_.request, slice_.start - 1
@@ -121,7 +121,7 @@ class DraftHead(TimedDrafter):
 
     def _store(self, slices: Sequence[Slice], features: Tensor, ends: Sequence[int]) -> None:
         """In each state that the slices write or save, store the features of the state's last token."""
-        first: Slice | None = None  # the first slice of the sequence that shares a state
+        first: Slice | None = None  # the first of adjacent slices that share a state
         for slice_, end in zip(slices, ends, strict=True):
             first = slice_ if not slice_.continues else first
             if first is None or first.state is None:
@@ -173,7 +173,7 @@ class DraftHead(TimedDrafter):
         return [text[len(request.tokens) :] for request, text in zip(requests, texts, strict=True)]
 
     def _pass(self, slices: Sequence[Slice], features: Tensor) -> tuple[Tensor, list[int | None]]:
-        """Return the features for each slice's next guess, and each slice's guessed token (None after an error)."""
+        """Guess one token for each slice. Return the features for the next guesses, and the tokens (None: an error)."""
         batch = self._batch(slices)
         attention = plan_tables(self._attention, self._pool, batch)
         following, logits = self.model.guess(batch, features, self._kernels.begin(batch), attention)
@@ -186,7 +186,7 @@ class DraftHead(TimedDrafter):
 
 
 def _row_of(slice_: Slice) -> SamplingRow:
-    """Return the inputs for drawing a guess. The draw uses the request's noise, but not the request's grammar."""
+    """Return the inputs for drawing a guess. The draw uses the request's noise, but ignores the request's grammar."""
     request, sampling = slice_.request, replace(slice_.request.sampling, logprobs=None, prompt_logprobs=None)
     kinds = request.stop_tokens, request.min_tokens
     return SamplingRow(sampling, slice_.tokens, request.num_prompt, slice_.end, *kinds)

@@ -30,9 +30,9 @@ class DraftedRequest:
 
 @dataclass
 class DraftModel(TimedDrafter):
-    """A draft model, on the engine's thread.
+    """A draft model. It runs on the engine's thread.
 
-    The draft model's KV is in a separate pool, with one row per block. The number of this row is that of the block's
+    The draft model's KV is in a separate pool, with one row per block. This row has the same number as the block's
     first row in the target's pool. Rows are therefore not allocated separately: the draft model's KV lives as long as
     the target's KV, and is reused with the target's cached prefixes. The draft model's KV is not sent in a handoff. The
     node that receives a request computes this KV from the text, at most `CATCH_UP` tokens in a step, and guesses no
@@ -90,7 +90,7 @@ class DraftModel(TimedDrafter):
                 slice_.request.finish = "error"  # ends only the mirror's guesses, and not the request
 
     def _synchronized(self, request: Request) -> Request:
-        """Return the request's mirror, after updating it to the request's current tokens."""
+        """Update the request's mirror to the request's current tokens, and return the mirror."""
         drafted = self._drafted.get(request.id)
         if drafted is None or drafted.request is not request or drafted.epoch != request.epoch:
             drafted = self._drafted[request.id] = self._begin(request)
@@ -118,7 +118,7 @@ class DraftModel(TimedDrafter):
         return DraftedRequest(request, mirror, request.epoch, num_named=same)
 
     def _remember(self, drafted: DraftedRequest) -> None:
-        """Record the hash of each block of the text whose KV the draft model has computed."""
+        """Record the hash of each block of the request's tokens for which the draft model has computed the KV."""
         request, mirror = drafted.request, drafted.mirror
         known = min(mirror.num_computed, drafted.num_known) // self.block_tokens
         for block in range(drafted.num_named, min(known, len(request.hashes))):

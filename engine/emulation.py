@@ -40,8 +40,8 @@ class ServingTimes:
 
 
 class Residuals(NamedTuple):
-    """The distribution of measured / predicted step duration, for steps with a predicted duration of at most `up_to_s`.
-    The quantiles are for evenly spaced probabilities from 0 to 1."""
+    """The distribution of the ratio measured / predicted duration, for steps with a predicted duration of at most
+    `up_to_s`. The quantiles are for evenly spaced probabilities from 0 to 1."""
 
     up_to_s: float
     quantiles: tuple[float, ...]
@@ -52,7 +52,7 @@ class Emulation:
     """An emulated device that runs one model. Its memory holds the KV of `kv_tokens` tokens.
 
     `residuals` are quantiles of measured / predicted step duration (see `Residuals`). Steps with prompts use
-    `prefill_residuals` instead, which are in ascending order of `up_to_s`; the last entry also applies to longer steps.
+    `prefill_residuals` instead. These are in ascending order of `up_to_s`. The last entry also applies to longer steps.
     If `prefill_residuals` is empty, `residuals` apply to all steps."""
 
     name: str

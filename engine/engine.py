@@ -1,13 +1,13 @@
 """The engine: one thread that owns the scheduler and the device.
 
-The loop takes commands, decides a step, launches it, and reports its results. If the runner can run ahead, the loop
-launches the next step before it processes the results of the previous one, so that the device never waits for the host
-(SGLang's overlapped scheduling, vLLM's async scheduling). If a request ends in the previous step, the result of its
-slice in the next step is discarded.
+The loop takes commands, decides a step, launches it, and reports its results. A step computes a slice (some tokens) of
+each of several requests. If the runner can run ahead, the loop launches the next step before it processes the results
+of the previous step. The device then never waits for the host (SGLang's overlapped scheduling, vLLM's async
+scheduling). If a request ends in the previous step, the result of the request's slice in the next step is discarded.
 
 An iteration of the loop begins at the end of the previous iteration or, if there was no work, when work arrives. It
-ends when the results of its step have been reported. The duration of an iteration is the time between two tokens at the
-client. The step-time model predicts this duration.
+ends when the results of its step have been reported. A client waits for the duration of an iteration between two tokens
+of its request. The step-time model predicts this duration.
 """
 
 import logging
@@ -34,7 +34,7 @@ STUCK_S = 5.0
 
 
 class EngineListener(Protocol):
-    """Receives the engine's reports. All methods are called on the engine's thread and must not block."""
+    """Receives the engine's reports. The engine calls all methods on its thread, so they must not block."""
 
     def on_turn(self, scheduler: Scheduler) -> None:
         """Called before the engine looks for commands: at the start of each iteration, and regularly while idle."""
@@ -46,7 +46,7 @@ class EngineListener(Protocol):
         """Called when a step has been decided, before it is launched."""
 
     def on_step(self, step: Step, events: list[StepOutput], outputs: list[SliceOutput]) -> None:
-        """Called when a step has ended. `events` come from the scheduler; `outputs` are the runner's, one per slice."""
+        """Called when a step has ended. `events` are the scheduler's. `outputs` are the runner's, one per slice."""
 
     def on_timing(self, timing: StepTiming) -> None:
         """Called when the iteration of a step has ended."""
@@ -193,7 +193,7 @@ class Engine:
     def _finish(self, flight: InFlightStep) -> None:
         step, outputs = flight.step, self._outputs(flight)
         ended_ns = now_ns()
-        # The device begins this step when it has ended the previous one.
+        # The device begins this step only after it has ended the previous step.
         began_ns, self._pass_ended_ns = max(flight.launched_ns, self._pass_ended_ns), ended_ns
         tokens = [output.tokens for output in outputs]
         events = self._scheduler.update(step, tokens, [bool(output.error) for output in outputs])
@@ -210,7 +210,7 @@ class Engine:
         self._listener.on_timing(StepTiming(step, began_ns, pass_ns, max(0, turn_ns - pass_ns)))
 
     def _wait_for_room(self, step: Step) -> None:
-        """If requests wait for free blocks, wait for the next command and run it, because it may free blocks."""
+        """If requests wait for free blocks, wait for the next command and run it, because a command may free blocks."""
         if step.receiving or not self._scheduler.has_work:
             return
         try:
@@ -239,7 +239,7 @@ class Engine:
     def _discard_next(self) -> None:
         """Discard the results of the step that was launched after the step that has just failed.
 
-        The later step read KV that the failed step did not store, so the later step will run again.
+        The later step read KV that the failed step did not store. The later step will therefore run again.
         """
         if (behind := self._flight) is None:
             return
@@ -259,7 +259,7 @@ class Engine:
         return outputs
 
     def _check_device(self) -> None:
-        """Raise RuntimeError if a warm-up step fails too, because the device is then at fault, and not the requests.
+        """Raise RuntimeError if a warm-up step fails too: the device is then the cause, and not the requests.
 
         The error ends the engine before any request is reported as failed, so all requests are retried on other nodes.
         """

@@ -20,7 +20,7 @@ from scheduler.geometry import UNIFORM, Group
 from scheduler.request import Slice, Step, cdiv
 
 log = logging.getLogger("baton.emulated")
-LANES = HASH_LANES  # 64-bit integers per token: 32 bytes, as in a KVLayout with 1 layer, 1 head, head_dim 4, float32
+LANES = HASH_LANES  # 64-bit integers per token: 32 bytes, like a KVLayout of 1 layer, 1 head, head_dim 4 and float32
 # A pass that begins within this many seconds after the end of the previous pass is treated as if it began at that end.
 # This emulates a device whose next step is already queued.
 ABSORBED_S = 0.002

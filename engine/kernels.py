@@ -26,7 +26,7 @@ class StepKernels(Protocol):
         """Return the RMS norm over the last dimension, computed in float32, in the shape and dtype of `rows`."""
 
     def add_norm(self, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum `hidden` + `update` and its RMS norm, both [T, hidden_size]. May overwrite `hidden`."""
+        """Return `hidden` + `update`, and the RMS norm of this sum, both [T, hidden_size]. May overwrite `hidden`."""
 
     def rotate_and_store(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
         """Return the rotated queries, [T, heads, head_dim], and store the rotated keys and the values in the slots.
@@ -132,7 +132,7 @@ class CommonStep:
         return self.slots[self.pool.places.tables[layer]]
 
     def _rotate_and_store_normed(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Implement `rotate_and_store` for a layer that norms values. Heads have the layout's size or twice that."""
+        """Implement `rotate_and_store` for a layer that norms values. A head has the layout's size or twice that."""
         config, layout = self._kernels.config, self.pool.layout
         spec = config.attention[layer]
         assert isinstance(spec, AttentionSpec)
@@ -158,7 +158,7 @@ class CommonStep:
         dims, size = 2 * cosine.shape[-1], self.pool.layout.block_tokens
         key = rotate(latent[:, None, -dims:], cosine, sine)[:, 0]
         rows = torch.cat((latent[:, :-dims], key), dim=-1).view(len(latent), 2, -1)
-        slots = self._slots(layer).clamp(min=0)  # a slot of -1 becomes one of the dummy block
+        slots = self._slots(layer).clamp(min=0)  # a slot of -1 becomes slot 0, in the dummy block
         place = self.pool.places.places[layer]
         self.pool.tensor[:, 0, place][slots // size, slots % size] = self.pool.stored(layer, rows)
         return torch.cat((q[..., :-dims], rotate(q[..., -dims:], cosine, sine)), dim=-1)

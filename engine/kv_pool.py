@@ -16,7 +16,7 @@ DTYPES = {
 }  # fmt: skip
 FLOAT8_LIMIT = 448.0  # the largest finite number of float8_e4m3fn
 
-# Block 0 is never allocated to a request. The padding of block tables refers to it.
+# Block 0 is never allocated to a request. The padding of block tables refers to block 0.
 DUMMY_BLOCK = 0
 
 
@@ -35,7 +35,7 @@ class PrivateMemory:
 
 
 class KVPool:
-    """A view of `memory` as a tensor of shape `layout.shape`. The tensor shows what peers write to `memory`.
+    """A view of `memory` as a tensor of shape `layout.shape`. Data that peers write to `memory` appear in the tensor.
 
     `places` has the place of each layer in the rows. By default, a row holds all layers. If the pool's dtype is float8,
     a layer's keys and values are divided by its two `scales` (1 by default) and limited to the dtype's range.

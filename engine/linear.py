@@ -45,11 +45,11 @@ class LinearFormat(Protocol):
         """Convert `weight` [out, in], in the checkpoint's dtype, and `bias` [out]. May keep references to both."""
 
     def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        """Convert a quantized matrix. Keep its form if this format supports it; otherwise, make the matrix dense."""
+        """Convert a quantized matrix. Keep its form if this format supports it. Otherwise, make the matrix dense."""
         return self.make(weight.dense(), bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Convert a matrix without rounding it. Used for LoRA updates, and for routers (in float32), because rounding
+        """Convert a matrix without rounding it. It is used for LoRA updates and for routers (in float32): rounding
         could change the choice of experts."""
 
     def of_experts(self, each: list[Linear]) -> ExpertLinear:

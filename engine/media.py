@@ -41,7 +41,7 @@ class ImageEncoder(Protocol):
     shape: tuple[int, int]
 
     def features(self, image: Media) -> ImageFeatures:
-        """Return the features of an image, whose pixels must be set. Equal images are encoded only once while their
+        """Return the features of an image. Its pixels must be set. Equal images are encoded only once while their
         features are kept.
 
         On a CPU, encoding may take longer than the watchdog allows for a step. The engine's thread therefore does not
@@ -74,7 +74,7 @@ class PromptImage:
 
 @dataclass(slots=True)
 class BatchImages:
-    """The image tokens of a batch. `rows`, int64 [N], has their indices in the batch; `features` has the same order."""
+    """The image tokens of a batch. `rows`, int64 [N], has their indices in the batch. `features` has the same order."""
 
     rows: Tensor
     features: ImageFeatures

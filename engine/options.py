@@ -30,7 +30,7 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one of them exists i
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """The settings of a node that affect computation, with the same names as in the node's settings."""
+    """The settings of a node that affect computation. They have the same names as in the node's settings."""
 
     model: str
     model_impl: str = "auto"
@@ -94,7 +94,7 @@ class BuildOptions:
 def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, ModelConfig]:
     """Return the model's directory and its config. `num_pools` is the number of KV pools that this machine will hold.
 
-    Raises ValueError if the model or a setting cannot be used; the message names the setting or the file, and the fix.
+    Raises ValueError if the model or a setting cannot be used. The message names the setting or the file, and the fix.
     """
     path = resolve(options.model)
     config = choose_config(path, options.model_impl)
@@ -140,13 +140,13 @@ class LoraAdapter:
 
 
 def lora_adapters(options: BuildOptions) -> list[LoraAdapter]:
-    """Return the adapters of --lora-modules. Raises ValueError, with the flag, if an adapter is invalid."""
+    """Return the adapters of --lora-modules. Raises ValueError, which names the flag, if an adapter is invalid."""
     found: dict[str, LoraAdapter] = {}
     for given in options.lora_modules:
         name, _, directory = given.partition("=")
         if not name or not directory or name in found:
             raise ValueError(f"--lora-modules {given[:100]}: must be name=directory, and each name must be unique")
-        path = Path(expanduser(directory))  # unlike Path.expanduser, it does not fail for an unknown user
+        path = Path(expanduser(directory))  # unlike Path.expanduser, this does not fail if the user is unknown
         try:
             found[name] = LoraAdapter(name, lora_digest(path), path)
         except ValueError as error:
@@ -179,7 +179,7 @@ def check_draft_model(options: BuildOptions, path: Path, config: ModelConfig) ->
 
 
 def _check_returns(options: BuildOptions, config: ModelConfig) -> None:
-    """Raise ValueError if recurrent layers cannot return to the state before a wrong guess."""
+    """Raise ValueError if the model's recurrent layers cannot go back to the state before a wrong guess."""
     what = f"--speculative-config: {config.architecture} has recurrent layers, so speculative decoding"
     if options.on_gpu:
         raise ValueError(f"{what} runs on CPUs only: use --device cpu, or omit the flag")
@@ -280,7 +280,7 @@ def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tup
 
 
 def check_holds(layout: KVLayout, groups: tuple[Group, ...], options: BuildOptions) -> None:
-    """Raise ValueError if the pool cannot hold a request of `max_model_len` tokens (of 1 token if that is 0)."""
+    """Raise ValueError if the pool cannot hold a request of `max_model_len` tokens (if 0: a request of 1 token)."""
     geometry, chunk = Geometry(layout.block_tokens, groups), options.max_step_tokens
     room = geometry.capacity(layout.num_blocks, chunk, options.max_model_len or 1) * layout.block_tokens
     if (options.max_model_len or 1) > room:

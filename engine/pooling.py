@@ -20,8 +20,8 @@ KEPT_SUMS = 64  # if sums of more requests than this are kept, the sums of ended
 
 
 class Pooler:
-    """Computes the vectors of the pooled requests in a runner's steps. For "mean", it keeps the sum over the chunks of
-    the prompt that have been computed."""
+    """Computes the vectors of the pooled requests in a runner's steps. For "mean", it keeps the sum of the hidden
+    states over the chunks of the prompt that have been computed."""
 
     def __init__(self) -> None:
         # request id -> the request, and a map from n to the sum over the request's first n tokens
@@ -33,7 +33,7 @@ class Pooler:
         """Yield the index and the vector, float32 [size], of each slice that ends the prompt of a pooled request.
 
         `logits` belong to the sampling slices, float32 [S, vocab_size]. `hidden` has the hidden states of
-        `Batch.logit_rows`; those of the slices that sample a token come first.
+        `Batch.logit_rows`. The hidden states of the slices that sample a token come first.
         """
         sampled, first = {index: row for row, index in enumerate(batch.sampled)}, len(batch.sampled)
         scored: dict[int, Tensor] = {}
@@ -54,7 +54,7 @@ class Pooler:
                 yield index, logits[row, unpack_ids(slice_.request.sampling.allowed_tokens)]
 
     def _add(self, slice_: Slice, part: Tensor) -> Tensor:
-        """Return the sum over all tokens up to the slice's end. The previous sum is kept, because steps can run
+        """Return the sum over all tokens up to the slice's end. The previous sum is kept, because a step may run
         twice."""
         kept, sums = self._sums.get(slice_.request.id, (None, {}))
         sums = sums if kept is slice_.request else {}

@@ -88,7 +88,7 @@ def recur(
 
 
 def _strengths_and_decays(layer: RecurrentLayer, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors by which updates and states are multiplied, both [T, value_heads]."""
+    """Return two tensors [T, value_heads]: the factors that multiply updates, and the factors that multiply states."""
     sizes = softplus(steps[:, -layer.spec.value_heads :] + layer.step_bias)
     decays = (sizes * layer.rates).exp()
     if isinstance(layer.spec, SsmSpec):
@@ -169,7 +169,7 @@ def _advance(
 
 
 def _normed(layer: RecurrentLayer, rows: Tensor, gate: Tensor, epsilon: float) -> Tensor:
-    """Return the normed and gated result. State spaces apply the gate before the norm, delta rules after it."""
+    """Return the normed and gated result. State spaces are gated before the norm, and delta rules after the norm."""
     gates_first = isinstance(layer.spec, SsmSpec)
     rows = rows * silu(gate) if gates_first else rows
     groups = rows.view(len(rows), -1, layer.group)

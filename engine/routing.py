@@ -35,6 +35,6 @@ def by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the largest scores of each row and their indices; among equal scores, the lowest index comes first."""
+    """Return the largest scores of each row and their indices. Among equal scores, the lowest index comes first."""
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
     return values[:, :count], indices[:, :count]

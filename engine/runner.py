@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # numba may not be installed
     from engine.cpu.fused_decode import FusedDecode
     from engine.draft_head import DraftHead
 
-MAX_SCORED_LOGITS = 2**24  # maximum number of prompt logits computed at once (64 MiB); those of a chunk may take GiBs
+MAX_SCORED_LOGITS = 2**24  # maximum number of prompt logits computed at once (64 MiB); a chunk's logits may take GiBs
 WARM_TOKENS = 128  # prompt length in the warm-up: enough for all kernels to be compiled
 
 
@@ -44,7 +44,7 @@ class SliceOutput:
     """The output of one slice. If `error` is set ("numerical", "no_token", "no_image" or "internal"), the
     request must end.
 
-    A runner draws at most one token; `engine.speculation` adds the tokens of right guesses.
+    A runner draws at most one token. `engine.speculation` adds the tokens of right guesses.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -107,15 +107,15 @@ def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
 def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
-    The next step must wait in two cases. First, a request's next draw may depend on this step's token: because of
-    penalties, bad words or a grammar, or because the budget for the reasoning may end. Second, if this step verifies
-    guesses, the number of its tokens is not known.
+    The next step must wait in two cases. First, a request's next draw may depend on this step's token, because of
+    penalties, bad words or a grammar, or because the reasoning may reach its budget. Second, this step may verify
+    guesses. The number of its tokens is then not known.
     """
     return not (step.work.draft_tokens or any(slice_.samples and _decides_next(slice_) for slice_ in step.slices))
 
 
 def _decides_next(slice_: Slice) -> bool:
-    """Return whether the draw after the slice's own draw depends on the slice's token."""
+    """Return whether the request's next draw may depend on the token that this slice draws."""
     request, sampling = slice_.request, slice_.request.sampling
     ends = may_end_reasoning(sampling, request.num_prompt, slice_.end + 1)
     return request.matcher is not None or depends_on_tokens(sampling) or ends
@@ -160,7 +160,7 @@ class TorchRunner(Runner):
         self._encoder = encoder
 
     def use_head(self, head: "DraftHead") -> None:
-        """Let a draft head observe the hidden states of all steps. No step may then be planned ahead."""
+        """Let a draft head observe the hidden states of all steps. From then on, no step may be planned ahead."""
         self._head = head
 
     def run(self, step: Step) -> list[SliceOutput]:
@@ -236,9 +236,9 @@ class TorchRunner(Runner):
         return hidden[batch.logit_rows]
 
     def _carry(self, batch: Batch, follows: bool) -> None:
-        """Copy the tokens that the previous step drew into this batch. After a failed draw, whose request has ended,
-        the token is 0. If the step `follows` a step that failed, raise RuntimeError, because it would overwrite the
-        recurrent states from which the slices of the failed step run again."""
+        """Copy the tokens that the previous step drew into this batch. If a draw failed, its request has ended, and the
+        token is 0. If this step `follows` a step that failed, raise RuntimeError: the slices of the failed step will
+        run again from recurrent states that this step would overwrite."""
         draws, self._draws = self._draws, None
         if follows and draws is None:
             raise RuntimeError("the previous step failed, and this step needs its results")

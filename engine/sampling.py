@@ -27,8 +27,8 @@ FloatArray = NDArray[np.float64]
 CANDIDATES = 256  # number of highest scores that are tried first; if top_p or top_k needs more, the whole row is sorted
 NUMERICAL = "numerical"  # a logit of the row is not finite
 NO_TOKEN = "no_token"  # every token is banned, or the row's grammar has failed
-START_TOKENS = 4  # reasoning starts within this many tokens of an answer, because whitespace may precede it
-FORCED_TOKENS = 16  # the end is forced for this many tokens, because a grammar may forbid it inside a character
+START_TOKENS = 4  # reasoning starts within this many tokens of an answer, because whitespace may come first
+FORCED_TOKENS = 16  # number of positions at which the end is forced: inside a character, a grammar may forbid the end
 
 
 @dataclass(slots=True)
@@ -60,8 +60,8 @@ class SamplingRow:
 
     @property
     def forced_token(self) -> int | None:
-        """The token that ends the reasoning, if the budget for the reasoning is used up, and None otherwise. It depends
-        only on the tokens so far."""
+        """The token that ends the reasoning, if the budget for the reasoning is used up, and None otherwise. The result
+        depends only on the tokens before `position`."""
         thinking, begin = self.sampling.thinking, self.num_prompt
         if thinking is None or not may_end_reasoning(self.sampling, self.num_prompt, self.position):
             return None
@@ -77,13 +77,13 @@ class SamplingRow:
 
 
 def depends_on_tokens(sampling: SamplingParams) -> bool:
-    """Return whether the sampling parameters make a draw depend on the tokens before it."""
+    """Return whether the sampling parameters make a draw depend on earlier tokens."""
     return is_penalized(sampling) or bool(sampling.bad_words)
 
 
 def may_end_reasoning(sampling: SamplingParams, num_prompt: int, position: int) -> bool:
-    """Return whether the token at `position` may be forced to end the reasoning. If it may, the earlier tokens decide
-    whether it is forced."""
+    """Return whether the end of the reasoning may be forced at `position`. If this is possible, the earlier tokens
+    decide whether the end is forced."""
     if (thinking := sampling.thinking) is None:
         return False
     first = max(num_prompt, (num_prompt if thinking.begin < 0 else thinking.begin) + thinking.num_tokens)
@@ -236,7 +236,7 @@ def _ends_of_bad_words(row: SamplingRow) -> Iterator[int]:
 
 
 def _penalize(logits: Tensor, rows: list[tuple[int, SamplingRow]]) -> None:
-    """Apply penalties in place. Presence and frequency penalties ignore the prompt; the repetition penalty does not."""
+    """Apply penalties in place. Presence and frequency penalties ignore the prompt. The repetition penalty does not."""
     columns: list[tuple[IntArray, IntArray, FloatArray, FloatArray]] = []
     for index, row in rows:
         sampling, prompt = row.sampling, row.prompt_ids

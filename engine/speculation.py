@@ -3,9 +3,9 @@
 A draw depends only on logits, seed and position. Tokens, logprobs and the ends of requests are therefore the same as
 without guesses, at any temperature. (Rejection sampling would preserve only the distribution of tokens.)
 
-A runner computes a slice with k guesses as a slice of the tokens before the guesses, and k decodes at the following
-positions. It reads their tokens from a list that contains the guesses (`Slice.row`). Attention at a position also reads
-the KV that the same step stored at earlier positions. Recurrent layers compute the slice and its guesses as one slice.
+A runner computes a slice with k guesses as k + 1 slices: the tokens before the guesses, and one slice per guess. These
+slices read their tokens from a list that contains the guesses (`Slice.row`). Attention at a position also reads the KV
+that the same step stored at earlier positions. Recurrent layers compute the k + 1 slices as one slice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from scheduler.request import Slice, Step
 
 def expanded(step: Step) -> Step:
     """Return the step in the form that a runner computes. A slice with guesses becomes a slice of the tokens before the
-    guesses, followed by one decode for each guess."""
+    guesses, followed by a slice of one token for each guess."""
     if not step.work.draft_tokens:
         return step
     slices = [row for slice_ in step.slices for row in _rows(slice_)]

@@ -33,8 +33,8 @@ MAX_LENGTH = 400
 class EngineComponents:
     """The components that do a node's computation, and their properties.
 
-    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` shows users other properties,
-    which affect the speed.
+    Two nodes may exchange KV if and only if their `fingerprint`s are equal. `attributes` has further properties for
+    users and the router, such as the device and the model's revision.
     """
 
     runner: Runner
@@ -67,7 +67,7 @@ def exchange_fingerprint(runner: str, revision: str, layout: KVLayout, sums: str
 
 @cache
 def build_digest() -> str:
-    """Return 8 hex digits that are equal for two builds of Baton if they compute KV and tokens with the same code."""
+    """Return a digest (8 hex digits) of the source files with which this build of Baton computes KV and tokens."""
     root, digest = Path(__file__).resolve().parents[1], hashlib.blake2b(digest_size=4)
     for path in sorted([*root.glob("engine/**/*.py"), *root.glob("shared/kv/*.py")]):
         digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
@@ -78,7 +78,7 @@ def build_digest() -> str:
 def stage(doing: str, if_too_large: str, otherwise: str = "") -> Iterator[None]:
     """Convert errors of torch, numpy, Triton or the driver in the `with` block to ValueErrors with one-line messages.
 
-    `doing` describes the stage, with sizes. It is logged at the start of the stage; the duration is logged at the end.
+    `doing` describes the stage, with sizes. It is logged at the start of the stage. The duration is logged at the end.
     `if_too_large` is the fix for a lack of memory, and `otherwise` is the fix for other errors. An OSError is converted
     only if it is the driver's out-of-memory error, which has no errno.
     """

@@ -27,7 +27,7 @@ KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: how many kinds are kep
 INERTIA = 1e-4  # weight of the previous model in a fit; matters only for coefficients that the steps do not determine
 NOISE = 0.1  # assumed relative error of a measurement; a larger value pulls the cost of attention more strongly to 0
 REACH = 1024  # it is assumed that attention to this many tokens takes at most about as long as the rest of a step
-KNEE_GAIN = 0.98  # the knee is changed only if that reduces the squared error below this fraction of the current error
+KNEE_GAIN = 0.98  # `knee_tokens` changes only if this reduces the squared error below this fraction of the current one
 FIRST_FIT = 8  # number of steps before the first fit
 REFIT_STEPS, REFIT_S = 16, 0.1  # minimum steps and seconds between fits; a fit takes less than a millisecond
 CHANGE = 1.5  # the device's speed has changed if the median of the last WATCHED predictions is off by this factor
@@ -43,7 +43,7 @@ FIRST_S = 300.0  # deadline of the first step, in seconds
 
 
 class StepTiming(NamedTuple):
-    """The times of a step: the start of its pass (Unix time), the length of the pass, and the rest of the iteration."""
+    """The start of a step's pass (Unix time), the duration of the pass, and the duration of the iteration's rest."""
 
     step: Step
     start_ns: int
@@ -175,8 +175,8 @@ class CostFit:
         self._model = replace(model, margin=self._margin(model))
 
     def _margin(self, model: CostModel) -> float:
-        """Return the margin for predictions: the quantile QUANTILE of (measured time / predicted time - 1). It is taken
-        over the recent steps with prompts, or over all recent steps if fewer than ENOUGH have prompts."""
+        """Return the margin for predictions: the quantile QUANTILE of (measured time / predicted time - 1). The steps
+        are the recent steps with prompts, or all recent steps if fewer than ENOUGH have prompts."""
         samples = [sample for sample in self._recent if sample.work.prefill_tokens]
         if len(samples) < ENOUGH:
             samples = list(self._recent)
@@ -196,10 +196,10 @@ def _fit(
     Solves a non-negative least squares problem with a row for each sample. One more row for each coefficient (weight
     INERTIA) pulls the coefficient towards its value in `before`.
 
-    The coefficients of attention (per_pair and per_context) are instead pulled towards 0, with a greater weight: it is
-    assumed that REACH tokens of context take at most as long as the rest of a step. Once steps with long contexts have
+    The coefficients of attention (per_pair and per_context) are instead pulled towards 0, with a greater weight. This
+    assumes that REACH tokens of context take at most as long as the rest of a step. Once steps with long contexts have
     been seen, this pull has no effect. Without it, the noise of short prompts would determine per_pair, and the
-    prediction for a long prompt could be a hundred times too long. Raises RuntimeError if a solver does not converge.
+    prediction for a long prompt could be a hundred times too long. Raises RuntimeError if the solver does not converge.
     """
     works, seconds = [sample.work for sample in samples], np.array([sample.seconds for sample in samples])
     terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.decode_tokens) for w in works]
@@ -244,8 +244,8 @@ class StepDeadline:
 
     The deadline is at least `least_s`, and at least `SLACK` times the expected time. The expected time is the larger of
     two values: the predicted time, and the number of tokens times the shortest time per token so far. The second value
-    matters for the first long chunk of a node that has only decoded. A decode reads all weights for one token, so a
-    token of a long chunk takes less time than a decode, and the deadline is long enough for the chunk.
+    matters for the first long chunk of a node that has only decoded. A decode reads all weights for one token, so it
+    takes longer than a token of a long chunk. The deadline is therefore long enough for the chunk.
     """
 
     def __init__(self, least_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The base class of drafters that run a model. It measures their passes, and stops guessing after an exception."""
+"""The base class of drafters that run a model. It measures their passes, and ends all guessing after an exception."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ class TimedDrafter(Drafter):
     has_failed: bool = False
 
     def guess(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Sequence[int]]:
-        """Return all tokens that were guessed for each request. Their number may differ from `counts`."""
+        """Guess tokens for each request, and return them. A request may get more or fewer guesses than its count."""
         raise NotImplementedError
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> tuple[list[Sequence[int]], float]:

@@ -26,8 +26,8 @@ from shared.grammar import GrammarTokenizer, one_line
 log = logging.getLogger("baton.engine")
 IntArray = NDArray[np.int32]
 WORD_BITS = 32
-# Processor time in which a row's matcher should, on average, take the new tokens and fill a mask. If all rows of a
-# grammar exceed this time by MAX_EXCESS_S in total, its requests fail, because they delay all requests of the node.
+# Processor time in which a row's matcher should, on average, take the new tokens and fill a mask. If the rows of a
+# grammar together exceed this time by MAX_EXCESS_S, the grammar's requests fail, because they delay the other requests.
 ROW_S, MAX_EXCESS_S = 0.002, 2.0
 # For each value of a byte of a mask, the limits (inf or -inf) on the logits of the byte's 8 tokens, float32 [256, 8].
 LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
@@ -106,7 +106,7 @@ class MaskFiller:
 
     def __init__(self, num_threads: int = len(os.sched_getaffinity(0)) // 4) -> None:
         self._num_threads = num_threads
-        self._excess_s: dict[str, float] = {}  # of each slow grammar, in all its requests
+        self._excess_s: dict[str, float] = {}  # grammar -> time above ROW_S of all its rows; only slow grammars
 
     def start(self, rows: Sequence[MaskedRow]) -> Callable[[], TokenMasks | None]:
         """Begin to compute the masks of rows with a grammar. Return a function that waits for the masks and returns
@@ -132,7 +132,7 @@ class MaskFiller:
         self._excess_s = {name: each - ROW_S for name, each in self._excess_s.items() if each > ROW_S}
         words = np.zeros((len(rows), matchers[0].num_words), np.int32)
         left = list(range(len(rows)))
-        while left:  # one row of each request at a time; only speculative decoding has several rows of a request
+        while left:  # one row of each request at a time; a request has several rows only in speculative decoding
             now = list({id(matchers[index]): index for index in reversed(left)}.values())
             self._fill_some(words, [(index, rows[index], matchers[index]) for index in now])
             left = [index for index in left if index not in now]

@@ -26,14 +26,14 @@ NOT_TEXT = (  # prefixes of the names of tensors outside of the text model, in m
     "vision_tower.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
-VOCABULARY_MAPS = ("d2t", "t2d")  # tensors of EAGLE-3 that have integers and booleans
+VOCABULARY_MAPS = ("d2t", "t2d")  # tensors of EAGLE-3 checkpoints that contain integers and booleans
 CODE_DTYPES = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # dtypes of codes and scales in quantized checkpoints
 
 
 def fingerprint(directory: Path) -> str:
     """Return a digest of config.json and of the weight files' names, sizes, headers and ends, as 32 hex digits.
 
-    Reads a few MiB regardless of the model's size. Copies of a model have equal digests. Revisions, dtypes and
+    Reads only the header and 2 MiB of each file. Copies of a model have equal digests. Revisions, dtypes and
     fine-tunes of a model have different digests, unless they differ only in the middle of a file. Raises the same
     errors as `Checkpoint`.
     """
@@ -107,7 +107,7 @@ def stored_dtype(directory: Path) -> str:
 
 
 def text_name(name: str) -> str:
-    """Return the name of a multimodal model's tensor in the text model, or "" if the text model does not have it."""
+    """Return the text model's name for a tensor of a multimodal model, or "" if the text model lacks this tensor."""
     for prefix, own in (
         ("language_model.model.", "model."),
         ("language_model.", ""),
@@ -240,11 +240,9 @@ class Checkpoint:
             return tensor.to(self._device, copy=True)
 
     def finish(self, known: tuple[str, ...], suffixes: tuple[str, ...], prefixes: tuple[str, ...] = ()) -> None:
-        """Raise ValueError if a tensor of the files was not taken.
+        """Raise ValueError if a tensor of the files was not taken: the config then belongs to another model.
 
         Tensors are exempt if their names are in `known`, end with one of `suffixes`, or begin with one of `prefixes`.
-
-        An unused tensor means that the config belongs to another model.
         """
         left = [name for name in self._files if name not in known and not name.endswith(suffixes)]
         if left := [name for name in left if not name.startswith(prefixes)]:

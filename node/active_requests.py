@@ -26,8 +26,8 @@ from shared.rpc.messages import Media, SubmitRequest, TokenDelta, unpack_ids
 log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 MAX_TOKENS = 1 << 23  # maximum number of submitted tokens of all requests together: 300 MB at 36 bytes per token
-PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as one token, so images take at most 1 GiB
-MAX_POOLS = 16  # if this many KV pools of the node's size hold more tokens than MAX_TOKENS, that number is the limit
+PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as one token; MAX_TOKENS tokens are 1 GiB
+MAX_POOLS = 16  # the limit is at least the number of tokens that fit into this many KV pools of the node's size
 
 
 class OverloadedError(ValueError):
@@ -261,7 +261,7 @@ class ActiveRequests:
         received_ns = now_ns()
 
         def add(scheduler: Scheduler) -> None:
-            if request.state is RequestState.DONE:  # it was released: its blocks may belong to another request now
+            if request.state is RequestState.DONE:  # `release` ended it; another request may have its blocks now
                 return
             try:
                 scheduler.add(request)
@@ -357,8 +357,8 @@ class ActiveRequests:
         self._engine.post(end)
 
     def release(self, request: Request) -> "asyncio.Future[None]":
-        """Abort a request in the scheduler, which will not get it again. The returned future is done when no launched
-        step can write to the request's blocks any more."""
+        """Abort a request in the scheduler for good. The returned future is done when no launched step can write to the
+        request's blocks any more."""
         done: asyncio.Future[None] = self._loop.create_future()
         publisher = self._state.publisher
         self._engine.post(lambda scheduler: publisher.release(scheduler, request, done))

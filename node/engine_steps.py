@@ -1,4 +1,4 @@
-"""Receives and records the steps of a vLLM server, each of which a plugin in the server (deploy/vllm_steps) sends to a
+"""Receives and records the steps of a vLLM server. A plugin in the server (deploy/vllm_steps) sends each step to a
 Unix socket."""
 
 import asyncio
@@ -25,8 +25,8 @@ UNKNOWN = 2**31 - 1  # serial number for requests that did not come through this
 class EngineStep:
     """One step, as the plugin reports it.
 
-    `cached_tokens` is the number of tokens of requests that began in this step whose KV was in the prefix cache or came
-    from another engine. `max_num_seqs` and `max_step_tokens` are limits of the server.
+    `cached_tokens` is, for the requests that began in this step, the number of tokens whose KV was in the prefix cache
+    or came from another engine. `max_num_seqs` and `max_step_tokens` are limits of the server.
     """
 
     number: int

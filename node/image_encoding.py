@@ -43,7 +43,7 @@ class ImageEncoding:
         self._state, self._encoder, self._tasks, self._call_s = state, encoder, tasks, call_s
         self.num_fetched = 0  # images whose features came from another node
         self._encoding: dict[bytes, asyncio.Future[ImageFeatures]] = {}  # the images that are encoded here, by digest
-        self._queued: dict[bytes, Media] = {}  # those images of `_encoding` that wait for their turn
+        self._queued: dict[bytes, Media] = {}  # the images of `_encoding` that are not being encoded yet
         self._is_encoding = False
         self._fetching: dict[bytes, asyncio.Future[ImageFeatures | None]] = {}
         self._num_waiting = Counter[asyncio.Future[Any]]()  # requests that wait for each future

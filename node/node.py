@@ -75,8 +75,8 @@ class RoleAdapter:
         """Handle a step that computed part of a request whose KV is sent."""
 
     def on_abort(self, request_id: str) -> bool:
-        """End the request's handoff. Return whether the adapter will give the request's blocks back to the scheduler;
-        if not, the caller must."""
+        """End the request's handoff. Return whether the adapter will give the request's blocks back to the scheduler.
+        If it will not, the caller must."""
         raise NotImplementedError
 
     def on_writer_lost(self, writer: str) -> None:
@@ -195,7 +195,7 @@ class Node:
         return "the engine has failed or makes no progress" if is_failed else ""
 
     def refusal(self) -> str:
-        """Return why the node takes no requests, or "". Routers connect only after the first steps (`_warm_up`)."""
+        """Return why the node takes no requests, or "". Routers connect after `NodeProcess._warm_up`."""
         return self.state.refusal() or ("" if self.sessions.num_routers else "no router is connected to this node")
 
     def stats(self) -> NodeStats:

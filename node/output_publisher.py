@@ -25,7 +25,7 @@ log = logging.getLogger("baton.node")
 
 @dataclass(slots=True)
 class PrefillProgress:
-    """The progress of a request that sends its KV, after a step. The first `num_computed` tokens have KV."""
+    """How far a request that sends its KV is after a step. The first `num_computed` tokens have KV."""
 
     request: Request
     num_computed: int
@@ -132,8 +132,8 @@ class OutputPublisher(EngineListener):
         self._post(self._subscriber.on_engine_failed, error)
 
     def _drop_published(self, start: int, request: Request, output: SliceOutput) -> None:
-        """Drop prompt logprobs that were already published. A preempted request computes its prompt, and thus the
-        logprobs, again."""
+        """Drop prompt logprobs that were already published. A preempted request computes its prompt again, and with it
+        the logprobs."""
         seen, published = self._scored.get(request.id, (request, 0))
         published = published if seen is request else 0
         self._scored[request.id] = (request, max(published, start + len(output.prompt_logprobs)))

@@ -55,7 +55,7 @@ log = logging.getLogger("baton.node")
 EXIT_ENGINE_FAILED = 70
 POOL_OWNER_S = 300.0  # how long a starting prefill node waits for the decode node that owns its shared pool
 GRACE_S = 1.0  # how long a stuck process waits before it exits, so that its event loop can report the problem
-NO_BLOCKS = 2  # size of the scheduler's pool in a node that computes in another node's pool: the minimum
+NO_BLOCKS = 2  # if a node computes in another node's pool, the scheduler's own pool has this minimum size
 
 # Makes the adapter of a role. The arguments are the node, its KV memory, its channels (best first) and the maximum
 # number of seconds that a reservation waits for blocks.

@@ -47,7 +47,7 @@ class StepRecorder:
         self._unsampled: dict[str, Request] = {}  # requests that have been in a step, but have no new token yet
         self._prune_at = 64
         self._preemptions = 0
-        self._epochs: dict[str, int] = {}  # for each preempted request, its `epoch` in the last record
+        self._epochs: dict[str, int] = {}  # for each preempted request, its `epoch` when it was last checked
 
     # ---- events -------------------------------------------------------------------------------------------------
 

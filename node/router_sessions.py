@@ -26,7 +26,7 @@ RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
 # While the load is unchanged, one in REPORT_EVERY stats is sent to a router with requests on the node, and one in
 # REPORT_EVERY_UNUSED to any other router.
 REPORT_EVERY, REPORT_EVERY_UNUSED = 2, 5
-DRAIN_SEEN_S = 2.0  # how long a draining node waits for its routers to learn this; older routers do not report it
+DRAIN_SEEN_S = 2.0  # how long a draining node waits for its routers to know of the drain; older ones do not report it
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
 MAX_DELTAS = 1000  # deltas per message
 # Logprobs per message. With 20 alternatives, a message then has a quarter of the items that the decoder accepts.
@@ -203,7 +203,7 @@ class RouterSessions:
         return False
 
     def publish_stats(self, stats: NodeStats) -> None:
-        """Send the stats to every router. While the load is unchanged, send only every REPORT_EVERY-th call's stats."""
+        """Send the stats to every router. While the load is unchanged, skip most calls: see REPORT_EVERY."""
         load = _load(stats)
         self._num_unchanged = self._num_unchanged + 1 if load == self._load else 0
         self._load = load
@@ -213,10 +213,10 @@ class RouterSessions:
                 session.wake.set()
 
     async def wait_until_ended(self, have_ended: Callable[[], bool], timeout_s: float, *, receives: bool) -> None:
-        """Wait until the requests on this draining node have ended, which `have_ended` returns, at most `timeout_s`
+        """Wait until `have_ended` returns that the requests on this draining node have ended, at most `timeout_s`
         seconds. Call this after the stats with the state "draining" have been published.
 
-        If the node receives handoffs, also wait for the requests that routers have placed on it and that other nodes
+        If the node `receives` handoffs, also wait for the requests that routers have placed on it and that other nodes
         have not yet handed over.
         """
         streams, until_s = self._streams.values(), time.monotonic() + timeout_s

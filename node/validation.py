@@ -21,7 +21,7 @@ from shared.limits import (
 from shared.rpc.messages import Media, SamplingParams, SubmitRequest, unpack_ids
 
 MAX_ID, MAX_SALT_BYTES = 256, 256
-MAX_STOP_TOKENS = 4096  # the stop tokens of the request and those of the model together
+MAX_STOP_TOKENS = 4096  # maximum number of stop tokens of the request and of the model together
 ADDRESS = re.compile(r"[\w.:%\[\]-]{1,255}:\d{1,5}", re.ASCII)
 POOLINGS = ("", "last", "mean", "logits")
 TINY = 5e-324  # the smallest positive float
@@ -67,7 +67,7 @@ def check_submit(submit: SubmitRequest, max_model_len: int, vocab_size: int) -> 
 
 
 def check_media(media: Sequence[Media], num_prompt: int) -> None:
-    """Raise ValueError unless the images fit in order into a prompt of `num_prompt` tokens."""
+    """Raise ValueError if an image is malformed, or if the images do not fit, in order, into `num_prompt` tokens."""
     _check("number of media", len(media), 0, MAX_IMAGES)
     _check("bytes of media", sum(len(one.pixels) for one in media), 0, MAX_IMAGE_BYTES)
     first, has_pixels = 0, any(one.pixels for one in media)

@@ -1,9 +1,9 @@
-"""The decode nodes to which a prefill node sends KV, called peers here. Each peer has a connection, a KV channel and
-reservations.
+"""The decode nodes to which a prefill node sends KV, called peers here.
 
-A timer, which does not wait for the model's steps, renews the leases of all reservations at a peer with one message. If
-a peer does not answer a renewal in time, this node closes the connection, and every handoff that waits for the peer
-fails. After repeated failures of a peer, this node makes no reservations there for a second.
+A peer has a connection, a KV channel and reservations. A timer, which does not wait for the model's steps, renews the
+leases of all reservations at a peer with one message. If a peer does not answer a renewal in time, this node closes the
+connection, and every handoff that waits for the peer fails. After repeated failures of a peer, this node makes no
+reservations there for a second.
 
 The reply to a renewal lists the reservations whose blocks the peer keeps in quarantine, because this node may still
 write to them. This node sends a stop for each of them, even if it has sent one before. It also sends renewals to an
@@ -24,9 +24,9 @@ from shared.rpc.messages import NodeStats, RenewRequest, StopRequest
 from shared.rpc.methods import RENEW, STOP, PeerError
 
 log = logging.getLogger("baton.handoff")
-# Maximum number of calls to a peer that wait for blocks. HTTP/2 allows 100 calls on a connection; others are commits.
+# Maximum number of calls to a peer that wait for blocks. A connection allows 100 calls; the rest is for other calls.
 MAX_RESERVING = 64
-STOP_TRIES = 30  # they take one minute; after that, stops are sent when a reply to a renewal lists the reservation
+STOP_TRIES = 30  # after these tries (one minute), a stop is sent if a reply to a renewal lists the reservation
 MAX_STOPS = 64  # maximum number of stops for reservations in quarantine that are sent after one renewal
 FAILURES, WITHIN_S = 5, 10.0  # this many failures within WITHIN_S seconds pause reservations at a peer
 PAUSE_S = 1.0

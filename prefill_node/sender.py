@@ -78,11 +78,11 @@ class OutgoingHandoff:
     num_computed: int = 0  # prompt tokens that have KV
     first_token: int | None = None
     reservation_id: bytes | None = None
-    num_held: int = 0  # the decode node has this many leading blocks of the prompt in its prefix cache
+    num_held: int = 0  # number of leading blocks of the prompt that are in the prefix cache of the decode node
     order: list[RowPlace] = field(default_factory=list)  # the rows to push
     targets: list[int] = field(default_factory=list)  # the reserved rows of the decode node, in the same order
     num_pushed: int = 0  # number of rows that were pushed
-    channel: KVChannel | None = None  # `channel` and `descriptor` are set after the grant, and do not change later
+    channel: KVChannel | None = None  # set after the grant, like `descriptor`; neither changes later
     descriptor: bytes = b""
     checksums: bytes = b""  # checksums of pushed rows that the peer does not have yet
     reason: str = ""  # why the handoff was cancelled
@@ -211,7 +211,7 @@ class HandoffSender(RoleAdapter):
             outgoing.cancel("aborted")
             if not outgoing.is_running:
                 del self._outgoing[request_id]
-        # This node may now reuse the blocks. A push in progress may then send wrong data, but is never committed.
+        # This node may now reuse the blocks. A push in progress may then send wrong data, but no commit follows it.
         return False
 
     # ---- one handoff --------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class HandoffSender(RoleAdapter):
             reply = await RESERVE.call(peer.rpc, request, self._reserve_timeout_s + self._timing.call_s)
         except PeerError as error:
             peer.call_failed()
-            # The lost reply may have granted a reservation, under which this node will not write. Stop it.
+            # The lost reply may have granted a reservation. This node will not write under it, so stop the reservation.
             self.peers.retry_stop(peer, StopRequest(b"", str(error), outgoing.request.id))
             raise
         self._record(outgoing, "reserving", began_ns, peer)

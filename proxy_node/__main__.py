@@ -74,7 +74,7 @@ class ProxyProcess:
 
     settings: ProxySettings
     engine: EngineClient
-    max_model_len: int  # the router's limit
+    max_model_len: int  # maximum length of a request in tokens, the same as in the router
     steps: StepSocket | None = None
     node: ProxyNode | None = None  # None while the engine does not answer
 
@@ -131,7 +131,7 @@ class ProxyProcess:
         return self._info(facts, found, resumed)
 
     def _check(self, facts: EngineFacts) -> None:
-        """Refuse an engine that has another role, or whose maximum length is below the router's.
+        """Raise ConfigError if the engine has another role, or if its maximum length is below the router's.
 
         An engine with a smaller maximum length would silently truncate answers.
         """

@@ -133,8 +133,8 @@ class EngineClient:
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Raise ConfigError if the code in the `with` block, which reads the server's properties, fails because the
-        server is not of this kind."""
+        """Raise ConfigError if the code in the `with` block cannot read the server's properties because the server is
+        of another kind."""
         no_server = f"--engine {self.url}: is no {self.program} server"
         try:
             yield
@@ -148,8 +148,8 @@ class EngineClient:
     # ---- calls --------------------------------------------------------------------------------------------------
 
     async def is_gone(self) -> bool | None:
-        """Return True if the server refuses connections or reports that its engine is dead, False if it reports that
-        its engine is alive, and None if its answer is late or has another status."""
+        """Return True if the server refuses connections or reports that its engine is dead. Return False if it reports
+        that its engine is alive. Return None if its answer is late or has another status."""
         try:
             async with asyncio.timeout(HEALTH_S), self._session.get(f"{self.url}/health", allow_redirects=False) as got:
                 return got.status == 503 if got.status in {200, 503} else None

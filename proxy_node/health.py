@@ -2,11 +2,11 @@
 
 A slow engine is not dead: the process that answers `/metrics` and `/health` also serves all streams, and may take
 seconds to answer under load. An engine is lost if its port refuses connections, if it reports that it is unhealthy, or
-if its number of steps has fallen, which shows a restart. It is also lost if it fails one request after another although
-its `/health` reports no problem, as a draining vLLM server does. An engine is stuck if it makes no progress. Progress
-is a step, an event of an answer, or a change of the engine's load. The load counts because vLLM reports it after each
-step, but does not count steps that compute only a part of a prompt. While the engine has no requests, an answer to
-`/metrics` counts as progress too.
+if its number of steps has fallen, which shows a restart. It is also lost if it fails one request after another while
+its `/health` reports no problem. A draining vLLM server does this. An engine is stuck if it makes no progress. Progress
+is a step, an event of an answer, or a change of the engine's load. The load is needed because vLLM's number of steps
+omits steps that compute only a part of a prompt, but vLLM reports its load after every step. While the engine has no
+requests, an answer to `/metrics` counts as progress too.
 """
 
 from collections import deque

@@ -62,10 +62,10 @@ class ProxiedRequest:
 class ProxyNode:
     """Serves the node protocol for one incarnation of an engine.
 
-    The process creates the node when the engine has answered, calls `start`, and waits for `lost`, whose result is the
-    reason why the engine is lost. When the engine is lost, the node reports that it is stuck, and the routers retry the
-    node's requests on other nodes. A request has one task, which calls the engine and sends one delta for all events
-    that arrive together. Cancelling the task closes the connection, and the engine drops the request. Runs on the event
+    The process creates the node when the engine has answered, calls `start`, and waits for `lost`. The result of `lost`
+    is the reason why the engine is lost. The node then reports that it is stuck, and the routers retry its requests on
+    other nodes. A request has one task, which calls the engine, and sends one delta for all events that arrive
+    together. Cancelling the task closes the connection, and the engine drops the request. All methods run on the event
     loop.
     """
 
@@ -156,8 +156,8 @@ class ProxyNode:
             await asyncio.sleep(self._heartbeat_s)
 
     async def _is_lost(self, failure: EngineFailure) -> bool:
-        """Record a failure, and return whether the engine is lost, which is then the cause of the failure. If this is
-        not known, mark the failure, so that another node retries the request."""
+        """Record a failure, and return whether the engine is lost. If it is unknown whether the server is gone, set
+        `failure.retry`, so that another node retries the request."""
         is_gone = await self._engine.is_gone() if failure.is_suspicious and not failure.is_garbage else False
         failure.retry |= is_gone is None
         if is_gone:
@@ -171,7 +171,7 @@ class ProxyNode:
         return self.lost.done()
 
     def _lose(self, reason: str) -> None:
-        """Report the engine as lost and end all requests, which routers retry as after the loss of a node."""
+        """Report the engine as lost, and end all requests. Routers retry them, as after the loss of a node."""
         if not self.lost.done():
             self.lost.set_result(reason)
             self.sessions.publish_stats(self.stats())
@@ -432,7 +432,7 @@ class ProxyNode:
             await STOP.call(self._peers[submit.decode_node], StopRequest(b"", reason, submit.id), ACCEPT_S)
 
     async def accept(self, message: AcceptRequest) -> Ack:
-        """Serve `ACCEPT`: answer a request with the KV of another engine. The KV can be read only once."""
+        """Serve `ACCEPT`: answer a request whose prompt another engine computed. The KV can be read only once."""
         submit = message.request
         try:
             if self.lost.done() or self.info.role != "decode":
@@ -478,7 +478,7 @@ class ProxyNode:
             self._end(request_id, reason)
 
     def _end(self, request_id: str, reason: str) -> None:
-        """Remove a request, and close its connection to the engine. Do nothing if it has ended."""
+        """Remove a request, and close its connection to the engine. Do nothing if the request has ended."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return

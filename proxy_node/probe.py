@@ -1,5 +1,5 @@
-"""Requests a few answers from an engine before its node joins. They show whether the engine follows the protocol, and
-whether it can repeat and resume answers.
+"""Requests a few answers from an engine before its node joins. The answers show whether the engine follows the
+protocol, and whether the engine can repeat and resume answers.
 
 When an engine computes logprobs for the first time, it compiles code, which takes up to a minute on a CPU. The probe
 therefore requests logprobs, so that no client has to wait for the compilation.

@@ -9,8 +9,8 @@ from proxy_node.wire import EngineMetrics, EngineOutput, EventReader, completion
 from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest, unpack_ids
 
-# Limits of vLLM's model runner V2: a request that exceeds them kills the engine. With `min_tokens`, it takes 128 stop
-# tokens, including the model's end tokens and the tokenizer's end token, for which one of the 128 is reserved here.
+# Limits of vLLM's model runner V2: a request that exceeds them kills the engine. With `min_tokens`, vLLM takes 128 stop
+# tokens, including all end tokens. One of the 128 is reserved for the tokenizer's end token, which is unknown here.
 MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS = 1024, 127
 
 

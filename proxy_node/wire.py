@@ -200,7 +200,7 @@ def likeliest(token: int, logprob: float, top: dict[int, float], num_top: int) -
 class EngineMetrics:
     """The contents of `/metrics`."""
 
-    values: dict[str, float]  # keyed by the name without "vllm:", or by NAME:SOURCE if there is a label `source`
+    values: dict[str, float]  # keyed by the name without its prefix, or by NAME:SOURCE if there is a label `source`
     cache: dict[str, str]  # the labels of `cache_config_info`
     num_engines: int  # number of data-parallel engines of the server
 

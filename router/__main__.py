@@ -49,14 +49,14 @@ Serve = Callable[[ProcessLifetime], Coroutine[Any, Any, int]]
 
 
 def main(settings: RouterSettings, run: Callable[[Serve], int] = run) -> int:
-    """Serve until SIGTERM. Return the exit status of the process, which is 2 for invalid settings.
+    """Serve until SIGTERM. Return the exit status, which is 2 if the settings are invalid or a port cannot be opened.
 
     `run` calls a `Serve` function on an event loop, and returns the exit status that the function returns."""
     logs.configure(settings.log_level, settings.log_format, "router")
     try:
         failpoints.configure(settings.failpoint, allowed=settings.allow_failpoints)
         # The registry's port needs a cluster secret if other machines can reach it. If the registry is in Redis, the
-        # router opens no such port. The API's port needs no cluster secret, because API keys protect it.
+        # router opens no such port. The API's port needs no cluster secret, because API keys can protect it.
         listens = {} if settings.registry else {"--registry-host": settings.registry_host or settings.host}
         tls.configure(settings.cluster_secret_file, listens)
         models = load_models(settings)
@@ -158,8 +158,8 @@ async def _serve_http(
 
 
 def _metrics(served: Sequence[ConnectedModel], dashboard: Dashboard | None) -> CollectorRegistry:
-    """Return a Prometheus registry with the nodes' metrics, and with the metrics of their steps if there is a
-    dashboard."""
+    """Return a Prometheus registry with the metrics of the nodes and of scaling. If there is a dashboard, the registry
+    also has the metrics of the nodes' steps."""
     sources = [
         MetricSource(each.parts.card.name, each.pool.journal.metric_rows, each.parts.dispatcher.status)
         for each in served
@@ -263,8 +263,8 @@ def _log_addresses(listeners: list[socket.socket], scheme: str, is_open: bool) -
 def _run_workers(
     settings: RouterSettings, ports: list[list[socket.socket]], serve: Callable[[list[socket.socket], WorkerShare], int]
 ) -> int:
-    """Run each worker in a separate process, and the registry in another process unless it is in Redis. Return the
-    exit status.
+    """Run each worker in a separate process. Run the registry in another process, unless the registry is in Redis.
+    Return the exit status.
 
     `ports` has a list for each port, with one listener for each worker. Each worker calls `serve` with its own
     listeners."""

@@ -22,7 +22,7 @@ class FairThreads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(num_threads, name)
         self._lock = threading.Lock()
-        # Each tenant's futures and work; the list is empty if the future was cancelled. The first tenant is next.
+        # By tenant: pairs of a future and a list of its work (empty after a cancellation). The first tenant is next.
         self._waiting: dict[str, deque[tuple[Future[Any], list[Callable[[], Any]]]]] = {}
 
     def submit(
@@ -39,7 +39,7 @@ class FairThreads:
     async def run(
         self, tenant: str, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Run `work` on a thread, and return its result. If the caller is cancelled before its turn, it is skipped."""
+        """Run `work` on a thread, and return its result. If the caller is cancelled before its turn, drop the work."""
         return await asyncio.wrap_future(self.submit(tenant, work, *args, **kwargs))
 
     def _run_next(self) -> None:

@@ -47,7 +47,7 @@ class ConnectedModel:
 
 
 def load_models(settings: RouterSettings) -> list[ModelFiles]:
-    """Read the files of all models, the first of which is --model. Raises ConfigError, OSError or ValueError."""
+    """Read the files of all models. The first result is for --model. Raises ConfigError, OSError or ValueError."""
     parsers = settings.tool_call_parser, settings.reasoning_parser
     name = served_name(settings.model, settings.served_model_name)
     models = [_read_files(name, settings.model, settings.max_model_len, parsers, settings.generation_config)]

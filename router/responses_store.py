@@ -28,9 +28,9 @@ from shared.rpc.messages import TokenDelta
 LEASE_S = 3.0
 TIMEOUT_S = 5.0  # timeout of a Redis command; a shorter timeout would make requests fail on a busy machine
 RETENTION_S = 30 * 24 * 3600  # as in OpenAI's API
-MAX_BYTES = 256 << 20  # size limit of MemoryStore, which drops the oldest responses
+MAX_BYTES = 256 << 20  # size limit of MemoryStore; if it is exceeded, the store drops finished responses
 UNREAD_S = 5.0  # MemoryStore keeps a response for this time after its end, so that its client can read it
-POLL_S = 0.05  # how often a router reads a log for its client while another router generates the response
+POLL_S = 0.05  # time between a router's reads of a log for its client, if another router generates the response
 CANCELLED = "cancelled"  # the error in the last delta of a response that was cancelled
 
 
@@ -97,8 +97,8 @@ class _Entry:
 
 class MemoryStore(ResponsesStore):
     """Keeps responses in the memory of one router. If they take more than MAX_BYTES, the store drops responses that
-    ended more than UNREAD_S seconds ago: those of the tenant with the most bytes first, oldest first. If this frees too
-    little memory, it refuses new responses."""
+    ended more than UNREAD_S seconds ago. The tenant with the most bytes loses its responses first, from the oldest on.
+    If this frees too little memory, the store refuses new responses."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -210,7 +210,7 @@ Result = TypeVar("Result")
 def _command(
     method: Callable[Arguments, Coroutine[Any, Any, Result]],
 ) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
-    """Run the method in a separate task, and raise UnavailableError if Redis fails.
+    """Decorate a method: run it in a separate task, and raise UnavailableError if Redis fails.
 
     If the caller is cancelled, the task still runs to its end. In the caller's task, the cancellation could be lost,
     because the Redis client uses `asyncio.wait_for`, which may swallow a cancellation before Python 3.12."""

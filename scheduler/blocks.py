@@ -127,8 +127,8 @@ class BlockPool:
             self._references[row] += 1
 
     def release(self, rows: Sequence[int]) -> None:
-        """Remove an owner from each row. The last rows are released first, and will therefore be evicted first, because
-        other requests are the least likely to find them."""
+        """Remove an owner from each row. The last rows are released first, so that they are evicted first: other
+        requests are the least likely to find them."""
         for row in reversed(rows):
             assert self._references[row] > 0, f"row {row} has no owner to release it"
             self._references[row] -= 1
@@ -155,7 +155,7 @@ class BlockPool:
         return sum(self._references[row] == 0 for row in rows)
 
     def remember(self, rows: Sequence[int], name: Hashable) -> None:
-        """Name a complete bundle. If two bundles have equal content, the first keeps the name."""
+        """Name a complete bundle. Do nothing if it has a name, or if a bundle of equal content has this name."""
         assert self._references[rows[0]] > 0
         if self._name_of[rows[0]] is None and name not in self._bundles:
             self._bundles[name] = tuple(rows)
@@ -163,7 +163,7 @@ class BlockPool:
                 self._name_of[row] = name
 
     def forget(self, name: Hashable) -> None:
-        """Remove the name of a bundle. Those of its rows that have no owner become free."""
+        """Remove the name of a bundle. Rows of the bundle that have no owner become free."""
         for row in self._bundles.pop(name, ()):
             self._name_of[row] = None
             self._cached.pop(row, None)
@@ -178,7 +178,7 @@ class BlockPool:
         return rows
 
     def lend(self, rows: Sequence[int]) -> None:
-        """Reserve rows that have one owner, for a peer to write."""
+        """Reserve owned rows, each of which has one owner, for a peer to write."""
         self._owned -= len(rows)
         self._reserved.update(dict.fromkeys(rows))
 

@@ -17,7 +17,7 @@ class StepWork:
     prefill_pairs: int = 0
     num_decodes: int = 0
     decode_context: int = 0  # sum of the context lengths that the decodes and drafts read
-    draft_tokens: int = 0  # guessed tokens that decodes verify; each costs as much as a decode
+    draft_tokens: int = 0  # guessed tokens that decodes verify; each of them costs as much as a decode
     # Tokens that decodes compute again because the recurrent state does not include them. Each costs as much as a
     # decode.
     repeated_tokens: int = 0
@@ -59,7 +59,7 @@ class CostModel:
     """A linear model of the seconds that a step takes, with non-negative coefficients:
 
     overhead + per_token · max(knee_tokens, tokens) + per_pair · pairs + per_context · decode context
-    + per_decode · (decodes + drafts)
+    + per_decode · (decodes + drafts + repeated tokens)
 
     In a step with fewer than `knee_tokens` tokens (the knee of the roofline), reading the weights takes longer than
     computing with them, so the matrix products take the same time for any such number of tokens. `knee_tokens` is 0 if
@@ -86,7 +86,7 @@ class CostModel:
         )
 
     def decode_seconds(self, tokens: int, context: int) -> float:
-        """Return the predicted seconds that a decode or draft with this context length adds to a step of `tokens`."""
+        """Return the predicted seconds that a decode or draft with this context adds to a step of `tokens` tokens."""
         more = max(self.knee_tokens, tokens + 1) - max(self.knee_tokens, tokens)
         return self.per_token * more + self.per_context * context + self.per_decode
 

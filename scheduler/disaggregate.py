@@ -31,14 +31,14 @@ class NodeView:
     budget_tokens: int = 512  # maximum number of tokens in a step
     tbt_slo_s: float = 0.0  # the node's SLO for the time between two tokens; 0: none
     cost: CostModel | None = None
-    cost_is_learnt: bool = True  # whether the model was fitted to enough prompt tokens to predict their cost
+    cost_is_learnt: bool = True  # whether `cost` was fitted to enough prompt tokens to predict the cost of prompts
     push_s: float = 0.0  # fixed seconds per KV push
     byte_s: float = 0.0  # additional seconds per byte of a KV push
     token_bytes: int = 0  # bytes of KV per token
     prefilling: int = 0  # requests in `running` whose prompt this or another node has yet to compute
     incarnation_id: str = ""
     shared_pool_owner: str = ""  # incarnation of the only decode node to which this node can hand off; "": any
-    stale: bool = False  # the node's model may be out of date, because the node has been idle
+    stale: bool = False  # whether `cost` may be out of date, because the node has been idle
 
     @property
     def num_decodes(self) -> int:

@@ -14,7 +14,7 @@ from scheduler.cost import CostModel, StepWork
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0  # initial values of `DraftHistory.accepted` and `DraftHistory.tried`
 # After EXPLORE_STEPS steps without guesses, a step verifies EXPLORED guessed tokens: see `choose_counts`.
 EXPLORE_STEPS, EXPLORED = 16, 2
-DECAY = 0.95  # each compared token multiplies the weight of earlier ones by this; the last 14 have half of the weight
+DECAY = 0.95  # each compared token multiplies the weight of earlier tokens by this; the last 14 have half the total
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from scheduler.request import Request
 class Drafter(Protocol):
     """Guesses the next tokens of requests. A wrong guess costs time, but does not change the generated tokens.
 
-    The scheduler calls `find` for each decode of a step, unless the decode ends its request. It then chooses how many
-    tokens to guess, allocates blocks for these tokens, and calls `draft` once.
+    The scheduler calls `find` for each decode of a step that may get guesses. It then chooses how many tokens to guess,
+    allocates blocks for these tokens, and calls `draft` once.
     """
 
     pass_s: float = 0.0  # seconds that `draft` takes for each token of the longest guess in a step
@@ -49,8 +49,8 @@ class PromptLookup(TextDrafter):
     """Finds an earlier occurrence of a request's last tokens, and proposes the tokens that followed it.
 
     The method is "Prompt Lookup Decoding" (Saxena, 2023); vLLM calls it "ngram". It takes the longest suffix of
-    `shortest` to `longest` tokens that occurs earlier in the sequence, and uses the latest of these occurrences. If
-    fewer than `limit` tokens follow this occurrence, these tokens are repeated."""
+    `shortest` to `longest` tokens that occurs earlier in the sequence, and the latest earlier occurrence of this
+    suffix. If fewer than `limit` tokens follow this occurrence, these tokens are repeated."""
 
     def __init__(self, shortest: int = 2, longest: int = 4) -> None:
         self._shortest, self._longest = shortest, longest
@@ -60,7 +60,7 @@ class PromptLookup(TextDrafter):
         text = history.text = history.text + "".join(map(chr, request.tokens[len(history.text) :]))
         end, place = 0, -1
         for length in range(self._shortest, min(self._longest, len(text) - 1) + 1):
-            # A longer match ends at the same position as a shorter one, or earlier.
+            # The latest match of a longer suffix ends where that of a shorter suffix ends, or earlier.
             found = text.rfind(text[-length:], 0, end or len(text) - 1)
             if found < 0:
                 break

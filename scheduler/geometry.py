@@ -88,7 +88,7 @@ class Geometry:
         return self.rows_of(-(-tokens // self.block_tokens), chunk) + 2 * self.state_rows
 
     def capacity(self, num_rows: int, chunk: int, max_tokens: int = 0) -> int:
-        """Return how many blocks the longest request that fits into a pool of `num_rows` rows has.
+        """Return the number of blocks of the longest request that fits into a pool of `num_rows` rows.
 
         Row 0 is one of the `num_rows` rows, but holds no KV. If every layer has a window, a request of any length may
         fit. The result is then the number of blocks of `max_tokens` tokens, or `num_rows` - 1 if that is larger.
@@ -116,10 +116,10 @@ class Geometry:
         return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
 
     def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
-        """Return two numbers of rows that a node lends to a peer that computes a prompt in the node's pool.
+        """Return how many rows a node lends to a peer that computes a prompt in the node's pool, as two numbers.
 
-        The first is the number of rows that already have the KV and the state of the first `held` blocks. The second
-        is the number of rows for the other blocks and for two states. Every group gets rows for all the other blocks,
+        The first number counts the rows that already have the KV and the state of the first `held` blocks. The second
+        number counts the rows for the other blocks and for two states. Every group gets rows for all the other blocks,
         because the peer releases no rows while it computes.
         """
         held_rows, rest = self.state_rows if held else 0, -(-num_prompt // self.block_tokens) - held

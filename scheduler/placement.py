@@ -137,7 +137,7 @@ def place(
         key=lambda pair: _total(pair[1]),
     )
     is_local, reason = choose(remote, local) if disaggregate == "auto" else (False, "disaggregated")
-    if is_local and prefill.stale:  # otherwise a prefill node that was once slow would never be measured again
+    if is_local and prefill.stale:  # without requests, the prefill node would keep its stale model
         is_local, reason = False, "stale_model"
     if is_local:
         return Placement(None, alone.id, reason, local, remote)

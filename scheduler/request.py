@@ -69,18 +69,18 @@ class Request:
     tables: list[list[int]] = field(default_factory=lambda: [[]])
     released: list[int] = field(default_factory=list)  # for each group, how many leading blocks were released
     reserved: list[int] = field(default_factory=list)  # rows that a peer writes, in the order of transfer
-    states: list[list[int]] = field(default_factory=list)  # rows of two or three states; the first is the current one
-    # Number of tokens that have KV but are not in the current state, because a guess after them was wrong.
+    states: list[list[int]] = field(default_factory=list)  # rows of two or three states, the current state first
+    # Number of tokens that have KV but are not in the current recurrent state, because a guess after them was wrong.
     state_lag: int = 0
     snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
     junction: int = 0  # position at which to save a state, if the cached KV reached further than any saved state
     latest_save: Any = None  # the name of the state that a decode saved last
-    hashes: list[bytes] = field(default_factory=list)  # of the first full blocks of `tokens`, as far as computed
+    hashes: list[bytes] = field(default_factory=list)  # the block hashes of `tokens` that were computed so far
     num_computed: int = 0
     num_scheduled: int = 0
     num_sampling: int = 0  # tokens that steps in flight will sample
     num_in_flight: int = 0  # steps in flight that contain a slice of this request
-    num_cached: int = 0  # tokens found in the prefix cache at first admission
+    num_cached: int = 0  # tokens found in the prefix cache when the request was first admitted
     epoch: int = 0  # number of preemptions; slices of older epochs do not advance the request
     drafts: DraftHistory = field(default_factory=DraftHistory)
     finish: str | None = None
@@ -167,7 +167,7 @@ class Slice:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the only tokens without KV in the slice are the last token of the sequence and guesses after it."""
+        """Whether all tokens of the slice have KV, except the last token of the sequence and the guesses after it."""
         return self.samples and self.count == self.num_stored + 1 + len(self.drafts)
 
 
@@ -177,8 +177,8 @@ class Step:
 
     `receiving` lists the requests that were admitted with the step and whose KV a peer sends. `budget` is the number of
     tokens that the step was allowed, and `reason` explains it (see `SloBudget`). `predicted_s` is the predicted
-    duration in seconds, 0 without a model. In a simulation, `decodes` may list requests that decode in the step but
-    have no slice.
+    duration in seconds, or 0 without a step-time model. In a simulation, `decodes` may list requests that decode in the
+    step but have no slice.
     """
 
     number: int

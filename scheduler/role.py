@@ -1,4 +1,4 @@
-"""The roles of nodes. A prefill node is done with a request after its first token, a decode node after the last."""
+"""The roles of nodes. A prefill node ends its work on a request at the first token, a decode node at the last."""
 
 from dataclasses import dataclass
 from typing import Literal

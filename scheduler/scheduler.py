@@ -70,9 +70,9 @@ class SchedulerCounters:
 
 
 BY_PRIORITY = attrgetter("priority", "arrival")
-# When a request is admitted, blocks are kept free for the answers of running requests: for each request, this share of
-# the tokens that it may still generate (or of GROWTH_CAP_TOKENS, if that is less). Most requests stop early; if the
-# blocks do not suffice, requests are preempted. SGLang does the same, and calls the share the new-token ratio.
+# A request is admitted only if blocks remain free for its answer and for those of running requests: for each request,
+# this share of the tokens that it may still generate, or of GROWTH_CAP_TOKENS if that is less. Many answers are short.
+# If the blocks do not suffice, requests are preempted. SGLang does the same, and calls the share the new-token ratio.
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 
@@ -84,7 +84,7 @@ class Scheduler:
     clock or does I/O. `schedule` returns a step, and `update` must process the steps in the same order. `schedule` may
     be called again before `update`, so a driver may decide step N+1 while the device runs step N.
 
-    Guarantees: No step exceeds its budget or limits, except for a prompt that may not be chunked. Every slice has
+    Guarantees: No step exceeds its budget or limits, except for a prompt or image that may not be split. Each slice has
     blocks for its tokens. Waiting requests are admitted in order of priority, then arrival. If a request fails in
     `update`, only this request ends, with finish "error". Rows are not reused while a step in flight or a peer may
     write to them. After an error in the block ledger, the scheduler continues, and the driver reports `ledger_error`.
@@ -138,7 +138,7 @@ class Scheduler:
         self._growth_counted = (-1, 0)  # the step in which growth was last counted, and the count
         self._state_interval = state_interval
         self._undrafted = 0  # successive steps without a verified guess
-        # If more requests ran than fit into a step, the last ones would starve.
+        # If more requests ran than fit into a step, the last of them would never be computed.
         self._max_running = min(limits.max_num_seqs, self.budget.ceiling)
 
     # ---- commands -------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ class Scheduler:
 
     def _can_return(self, slice_: Slice) -> bool:
         """Return whether the slice can save its state before the guesses, so that the request can return to that state.
-        Take rows for this if necessary."""
+        Take rows for the saved state if necessary."""
         request, rows = slice_.request, self.geometry.state_rows
         if slice_.state is None or len(request.states) > 2:
             return id(slice_) not in self._saves
@@ -630,8 +630,8 @@ class Scheduler:
             if geometry.state_rows and self.pool.find((states, names[blocks - 1])) is None:
                 continue
             rows_found = self._prefix_rows(request, blocks)
-            # When the request starts, it holds the rows of the prefix in addition to those that it needs. If both do
-            # not fit into the pool, try a shorter prefix; otherwise, the request could never start.
+            # When the request starts, it holds the rows of the prefix and rows for its other tokens. If the pool has
+            # too few rows for both, try a shorter prefix. Otherwise, the request could never start.
             num_rows = self._rows_needed(request, blocks) + sum(bool(row) for rows in rows_found for row in rows)
             if rows_found and num_rows <= self.pool.total:
                 request.junction = longest * self.block_tokens if blocks < longest else 0
@@ -641,7 +641,7 @@ class Scheduler:
 
     def _prefix_rows(self, request: Request, blocks: int, only_full: bool = False) -> list[list[int]]:
         """Return the cached rows of the request's first `blocks` blocks. Blocks that no later query sees get row 0.
-        Return [] if another block is not cached."""
+        Return [] if any other block is not cached."""
         found: list[list[int]] = []
         for index, group in enumerate(self.geometry.attention):
             hidden = self.geometry.first_block(group, blocks * self.block_tokens)
@@ -774,9 +774,9 @@ class Scheduler:
     def _victim(self, request: Request, step: Step) -> Request | None:
         """Return the request to preempt so that `request` gets blocks, or None if `request` has to wait.
 
-        The victim is the last later request that is not in this step yet and does not send its KV, which a transfer
-        reads. If all later requests are in this step, `request` waits for them. Otherwise, `request` is the victim,
-        unless it sends its KV or is the only running request.
+        The victim is the last request after `request` in `running` that is not in this step and sends no KV, since a
+        transfer would read its blocks. If all requests after `request` are in this step, `request` waits for them.
+        Otherwise, `request` is the victim, unless it sends its KV or is the only running request.
         """
         taken = {id(slice_.request) for slice_ in step.slices}
         later = self.running[self.running.index(request) + 1 :]
@@ -916,7 +916,7 @@ class Scheduler:
             extend_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.media)
             self._name_blocks(request, first, full)
         if not self.geometry.is_uniform:
-            keep = self.geometry.fork_point(len(request.tokens)) if request.send_kv else end  # the peer gets this too
+            keep = self.geometry.fork_point(len(request.tokens)) if request.send_kv else end  # blocks to send are kept
             self._release_unseen(request, min(end - request.state_lag, keep))
 
     def _name_blocks(self, request: Request, first: int, end: int) -> None:

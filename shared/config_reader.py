@@ -62,8 +62,8 @@ class ConfigReader:
             self.refuse(key, f"only {json.dumps(supported)} is supported")
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the token ids under a key, whose value is an id or a list of ids. A missing or null value means no
-        ids."""
+        """Return the token ids under `key`, whose value is one id or a list of ids. Return () if the value is missing
+        or null."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(token) is not int or not 0 <= token < vocab_size for token in ids):

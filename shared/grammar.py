@@ -109,5 +109,5 @@ class GrammarTokenizer:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(f"the grammar does not compile: {one_line(matcher.get_error())}")
-        matcher.compute_bitmask()  # the lexer's first states, which may take seconds, must not delay a step
+        matcher.compute_bitmask()  # builds the lexer's first states: this may take seconds, and must not delay a step
         return matcher

@@ -1,6 +1,6 @@
 """A minimal HTTP server with strict limits, for an orchestrator's health probes and for metric scrapes.
 
-It replaces the server of the router's API, which parses all of HTTP/1.1. A node does not need that.
+A node uses this server rather than that of the router's API, which parses all of HTTP/1.1.
 """
 
 import asyncio

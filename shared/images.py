@@ -56,7 +56,7 @@ class ImageRules:
         return self.model_type == GEMMA3
 
     def size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height to which an image is resized. Raises ValueError if the model cannot take it."""
+        """Return the width and height to which an image is resized. Raises ValueError if the image is too elongated."""
         if self.model_type == GEMMA3:
             return self.width, self.height
         if max(width, height) > MAX_SIDE_RATIO * min(width, height):
@@ -82,7 +82,7 @@ class ImageRules:
 def read_image_rules(directory: Path) -> ImageRules | None:
     """Return the rules of a model. Raises ValueError, which names the file and the key, if a value is invalid.
 
-    Return None if the model takes no images, or if neither preprocessor_config.json nor processor_config.json has any.
+    Return None if the model takes no images, or has no rules in preprocessor_config.json and processor_config.json.
     """
     config = read_object(directory / "config.json")
     kind = config.get("model_type")
@@ -126,5 +126,5 @@ def read_image_rules(directory: Path) -> ImageRules | None:
 
 
 def _present(keys: ConfigReader, *names: str) -> str:
-    """Return the first of the names that has a value, or names[0] if no name has a value."""
+    """Return the first name that has a value, or names[0] if no name has a value."""
     return next((name for name in names if keys.values.get(name) is not None), names[0])

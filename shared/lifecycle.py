@@ -36,10 +36,10 @@ class ProcessLifetime:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def leave_end_to_supervisor(self) -> None:
-        """Do not exit at a second signal, because the supervisor kills this process if it gets a second signal itself.
+        """Ignore all signals after the first. If the supervisor itself gets a second signal, it kills this process.
 
-        Terminals, systemd and Slurm signal all processes, so this process gets the first signal both from them and from
-        its supervisor.
+        Terminals, systemd and Slurm signal all processes, so this process gets the same signal twice: once from them,
+        and once from its supervisor.
         """
         self._is_supervised = True
 
@@ -51,7 +51,7 @@ class ProcessLifetime:
 
 def exit_on_signals() -> None:
     """Let SIGTERM and SIGINT end the process until `ProcessLifetime` handles them. Otherwise, the first process of a
-    container would ignore these signals while it loads, because the kernel applies no default actions to it."""
+    container would ignore these signals while it loads, because the kernel does not take default actions for it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: os._exit(128 + number))
 
@@ -59,7 +59,7 @@ def exit_on_signals() -> None:
 def run(main: Callable[[ProcessLifetime], Coroutine[Any, Any, int]]) -> int:
     """Run `main` under uvloop and return its exit status."""
     # A node's engine thread and its event loop share the interpreter lock. With the default switch interval of 5 ms,
-    # each could wait for the other during most of a small model's step.
+    # one of them could wait for the lock during most of a step of a small model.
     sys.setswitchinterval(0.0005)
 
     async def body() -> int:
@@ -94,7 +94,7 @@ def freeze_gc() -> None:
 
 
 async def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s: float = 0.02) -> bool:
-    """Poll until the condition holds. Return False after `timeout_s`."""
+    """Poll until the condition holds, and return True. Return False after `timeout_s` seconds."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         if asyncio.get_running_loop().time() > deadline:
@@ -104,7 +104,7 @@ async def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s
 
 
 async def result_before(work: Awaitable[Result], end: Awaitable[object]) -> Result | None:
-    """Return the result of `work`, or None if `end` completes first. Cancel the other one."""
+    """Return the result of `work`, or None if `end` completes first. Cancel the one that has not completed."""
     task, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -152,6 +152,6 @@ async def listen(
 
 
 def cannot_listen(error: OSError, host: str, port: int, port_flag: str, host_flag: str) -> OSError:
-    """Return an error that names the flag to change: the port's if the port is used or forbidden, else the host's."""
+    """Return an error that names the flag to change: `port_flag` if the port is used or forbidden, else `host_flag`."""
     flag = port_flag if error.errno in {errno.EADDRINUSE, errno.EACCES} else host_flag
     return OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {flag}")

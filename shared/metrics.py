@@ -1,4 +1,4 @@
-"""Prometheus metrics from the statistics of nodes. A node exports its own, and the router exports those of all nodes.
+"""Prometheus metrics from the statistics of nodes. A node exports its own metrics, and the router those of all nodes.
 
 Label values are node ids, roles, positions of guessed tokens, and the name of the model.
 """

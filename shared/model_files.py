@@ -10,7 +10,7 @@ from shared.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
 OTHER_DEMO_MODELS = ("hybrid", "moe")  # next to DEMO_MODEL; not in the wheel, because they would triple its size
-# Values of `text_config` that Gemma 3's files omit, because they equal transformers' defaults. Baton requires them.
+# Values that Baton requires, but that Gemma 3's files omit from `text_config`, because they are transformers' defaults.
 GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072}
 SHARED = ("bos_token_id", "eos_token_id")  # keys that a multimodal model may have outside `text_config`
 MAX_CONFIG_BYTES = 1 << 20
@@ -91,8 +91,8 @@ def read_limits(directory: Path) -> tuple[int, int]:
 
 
 def read_end_tokens(directory: Path) -> frozenset[int]:
-    """Return the end tokens in both generation_config.json and config.json, because after fine-tuning for chat, only
-    one of these files may have the token that ends a turn. Raises ConfigError if a file is invalid."""
+    """Return the end tokens of generation_config.json and of config.json together. After fine-tuning for chat, only one
+    of these files may have the token that ends a turn. Raises ConfigError if a file is invalid."""
     file = directory / "generation_config.json"
     generation = read_object(file) if file.exists() else {}
     config, (_, vocab_size) = text_values(read_object(directory / "config.json")), read_limits(directory)

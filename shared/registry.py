@@ -34,13 +34,13 @@ from shared.rpc.methods import FOLLOW, JOIN, PEER_FAILURES, STREAM_ENDED, RpcSer
 
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
-# The errors that the Redis client raises if Redis has failed, or if the server is not Redis. For a malformed reply, the
-# client's parser may raise any of them. All are caught, so that our tasks continue and notice when Redis is back.
+# The errors that the Redis client raises if Redis has failed, or if the server is not Redis. At a malformed reply, the
+# client's parser may raise any of these errors. Our tasks catch them all, to continue and to notice when Redis is back.
 # uvloop raises RuntimeError for a write to a connection that Redis or the network has reset.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 OUTAGE_S = 2.0  # a shorter outage of Redis is not logged, because short outages are common on a busy machine
 LEASE_HEARTBEATS = 3
-FAILURES_TO_LOG = 15  # fewer failed attempts to join are normal while a router starts, or stops at the same time
+FAILURES_TO_LOG = 15  # a router that starts or stops at the same time as the node makes fewer attempts fail
 RESOLVE_INTERVAL_S = 1.0
 RETRY_S, SLOW_RETRY_S = 0.2, 1.0  # SLOW_RETRY_S is used after FAILURES_TO_LOG failures
 MAX_ADDRESSES = 256  # maximum number of routers to which a node holds streams
@@ -77,7 +77,7 @@ class Registry:
 
     kind: str
     state = "ok"  # or "down"
-    problem = ""  # a sentence that says why the registry is down; "" if it works or has been down for a short time
+    problem = ""  # a sentence that says why the registry is down; "" if it works or has been down only for a short time
 
     def __init__(self) -> None:
         self.nodes: dict[str, NodeInfo] = {}
@@ -158,7 +158,7 @@ class EmbeddedRegistry(Registry):
         self._on_change: Callable[[], None] = lambda: None
         self._server = RpcServer({JOIN: self._join, FOLLOW: self._follow})
         self._followers: set[asyncio.Event] = set()
-        self._streams: dict[Any, NodeInfo] = {}  # the last message of each stream, in the order in which they changed
+        self._streams: dict[Any, NodeInfo] = {}  # the last message of each stream; the latest change comes last
 
     async def start(self, changed: Callable[[], None]) -> None:
         self._on_change = changed

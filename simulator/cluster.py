@@ -91,8 +91,8 @@ class ClusterPlan:
 class SimulatedCluster:
     """A router and its nodes on one virtual clock. `run` serves requests and sets their results.
 
-    The router admits and places every request with the objects of the real router. Nodes report their state every
-    heartbeat. Requests are not retried, because nothing fails: a request that is refused or times out ends.
+    The router admits and places every request with the objects of the real router. Nodes report their state at every
+    heartbeat. Requests are not retried, because nodes do not fail. A request that is refused or times out ends.
     """
 
     def __init__(self, plan: ClusterPlan, *, skips: bool = True, seed: int = 0) -> None:
@@ -159,7 +159,7 @@ class SimulatedCluster:
 
     def run(self, requests: Iterable[SimulatedRequest], timeout_s: float = inf) -> None:
         """Serve requests, given in the order of their arrival, until all have ended. A request ends at the latest
-        `timeout_s` after its arrival. Call it only once."""
+        `timeout_s` after its arrival. Call this method only once."""
         with paused_gc():
             self.begin(requests, timeout_s)
             self.events.run()
@@ -227,8 +227,8 @@ class SimulatedCluster:
             self.events.at(request.at_s + self._timeout_s, self._time_out, request)
 
     def _start(self, granted: Iterable[QueueEntry]) -> None:
-        """Place the requests of these entries. If a request is refused, its slot may be granted to other entries by a
-        nested call; the outermost call places these entries too."""
+        """Place the requests of these entries. If a request is refused, its slot may be granted to other entries. A
+        nested call of this method then adds them to `_granted`, and the outermost call places them."""
         is_placing = bool(self._granted)
         self._granted += granted
         while self._granted and not is_placing:

@@ -87,8 +87,8 @@ class GpuScene:
         return f" Failed: {'; '.join(self.failed)}." if self.failed else ""
 
     def seconds(self, work: Callable[[int], object], repeats: int = 5) -> float:
-        """Return the seconds of one call of `work` on the device, without the launches of its kernels. To measure them,
-        replay a CUDA graph of CALLS calls, and take the median. `work` gets the number of the call."""
+        """Return the seconds of one call of `work` on the device, without the launches of its kernels. To measure this,
+        replay a CUDA graph of CALLS calls repeatedly, and take the median. `work` gets the number of the call."""
         if self.device.type == "cpu":
             return self.elapsed_s(lambda: work(0))
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]

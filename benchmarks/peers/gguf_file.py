@@ -84,7 +84,7 @@ def write(model: Path, kind: str, out: Path) -> None:
 
 
 def _with_experts_in_one(weights: dict[str, Array]) -> dict[str, Array]:
-    """Stack the matrices of a layer's experts."""
+    """Return the weights, with the matrices of a layer's experts stacked into one array per projection."""
     found: dict[str, Array] = {}
     stacks: dict[str, list[Array]] = {}
     for name in sorted(weights, key=lambda name: [int(part) if part.isdigit() else -1 for part in name.split(".")]):

@@ -22,7 +22,7 @@ WORDS = ("of", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be",
 class LatencySlo:
     """Latency limits that a request must meet, in milliseconds; 0 means no limit.
 
-    `tbt_of` selects the statistic of the gaps between a request's tokens that `tbt_ms` limits: the 99th percentile
+    `tbt_ms` limits one statistic of the gaps between a request's tokens. `tbt_of` names it: the 99th percentile
     ("p99"), the maximum ("max") or the mean ("mean", also called TPOT). Raises ValueError if a limit is invalid.
     """
 

@@ -92,7 +92,7 @@ def detect_form(path: Path) -> str:
 def _object(line: str) -> Fields:
     fields = json.loads(line)
     if not isinstance(fields, dict):
-        raise ValueError("is not a JSON object")
+        raise ValueError("the line is not a JSON object")
     return fields
 
 

@@ -40,8 +40,8 @@ class LengthDistribution:
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Distributions of the lengths of prompts and answers. `continues` is the share of requests that continue a
-    session. The prompt of such a request consists of the session so far, which nodes may have cached, and a new part,
-    whose length is drawn from `added`."""
+    session. The prompt of such a request is the session so far, which nodes may have cached, and then a new part. The
+    length of the new part is drawn from `added`."""
 
     prompt: LengthDistribution
     answer: LengthDistribution
@@ -97,7 +97,7 @@ class PromptVocabulary:
     def __init__(self, size: int, excluded: Collection[int] = ()) -> None:
         ids = [token for token in range(size) if token not in frozenset(excluded)]
         if not ids:
-            raise ConfigError(f"the model's vocabulary has {size} tokens, all of them special: prompts need others")
+            raise ConfigError(f"the model's vocabulary has {size} tokens, all special: prompts need other tokens")
         self._ids = np.array(ids, dtype=object)  # one Python object per id, shared by all prompts
 
     def draw(self, seed: int, key: str, count: int) -> list[int]:
@@ -205,7 +205,7 @@ class TrafficSource:
 
     def _fitted(self, rows: Sequence[TraceRow]) -> tuple[list[TraceRow | None], int]:
         """Return the rows, and the number of rows that were shortened. A row that does not fit the context is shortened
-        with --too-long cut, and replaced by None with --too-long drop. Otherwise, it raises ConfigError."""
+        with --too-long cut, and replaced by None with --too-long drop. With --too-long error, raise ConfigError."""
         limit, too_long = self._limit, self._options.too_long
         is_over = [bool(limit) and row.prompt_len + row.max_tokens > limit for row in rows]
         if any(is_over) and too_long == "error":

@@ -29,7 +29,7 @@ def page_of(plan: Document) -> str:
         for name, key in (("prompts", "prompt_tokens"), ("answers", "output_tokens"))
     )
     goal = f"TTFT {slo['ttft_ms']:g} ms and TBT p99 {slo['tbt_ms']:g} ms for {slo['attainment']:.0%} of the requests"
-    same = "With half to twice each limit and length, the same mode is better, or neither is clearly better."
+    same = "If a limit or length is halved or doubled, the same mode is better, or neither is clearly better."
     flips = plan["flips"] or [same]
     parts = [
         f"<h1>Plan for {plan['gpus']} GPUs</h1>",

@@ -128,7 +128,7 @@ def recommendation(found: Sequence[Measured], runs: Runs, options: PlanOptions) 
 
 
 def _lead(beaten: Comparison | None, rates: Mapping[str, float], best: str) -> str:
-    """Return by how much the best arm exceeds an arm that is clearly worse, or "" if there is none or its mean is 0."""
+    """Return a text about the best arm's lead over the arm of `beaten`, or "" if `beaten` or its interval is None."""
     if beaten is None or beaten.percent is None or beaten.percent_low is None or beaten.percent_high is None:
         return ""
     base = rates[beaten.arm] / rates[best]
@@ -228,7 +228,7 @@ def show(plan: Document) -> None:
     """Print the finalists, and the recommendation with its reasons."""
     show_table([HEADINGS, *map(cells_of, plan["finalists"])])
     typer.secho(plan["recommendation"], bold=True)
-    same = "no: with half to twice each limit and length, the same mode is better, or neither is clearly better"
+    same = "no: if a limit or length is halved or doubled, the same mode is better, or neither is clearly better"
     for text in plan["flips"] or [same]:
         typer.echo(f"  flips:      {text}")
     typer.echo(f"  start:      {plan['finalists'][0]['command']}")

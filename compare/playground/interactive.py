@@ -163,7 +163,7 @@ def _pasted(text: str) -> list[Row]:
             file.flush()
             rows = read_trace(Path(file.name))
             if any(row.slo for row in rows):
-                raise ConfigError(": a row has an slo, but the page has the same limits for all; leave it out")
+                raise ConfigError(": a row has an slo, but on this page, all requests have the same limits; remove it")
             return [(row.at_s - rows[0].at_s, row.prompt_len, row.max_tokens) for row in rows]
         except ConfigError as error:
             raise ConfigError("trace" + str(error).removeprefix(file.name)) from None

@@ -126,7 +126,7 @@ class StepGrid:
 
 
 def slices_of(ranges: Iterable[tuple[int, int]], layout: KVLayout, groups: Sequence[Group]) -> list[Slice]:
-    """Return a slice of a new request for each (start, count). In each of `groups`, its rows hold arbitrary KV."""
+    """Return a slice of a new request for each (start, count). A request has rows of arbitrary KV in each group."""
     slices, rows = [], cycle(range(1, layout.num_blocks))
     for number, (start, count) in enumerate(ranges):
         blocks = cdiv(start + count, layout.block_tokens)

@@ -61,8 +61,8 @@ def run_profile(options: ProfileOptions) -> int:
 
 
 def fitted(works: Sequence[StepWork], durations: Sequence[Sequence[float]]) -> Document:
-    """Return the fields of a cost file that describe step times. `durations` has the seconds of each repetition of a
-    step. The model is fitted to the median of the repetitions, because other processes delay some of them."""
+    """Return the fields of a cost file that describe step times. `durations` has the seconds of the repetitions of
+    each step. The model is fitted to the median of the repetitions, because other processes delay some of them."""
     seconds = [float(np.median(own)) for own in durations]
     model = fit_cost(works, seconds)
     predicted = [model.seconds(work) for work in works]

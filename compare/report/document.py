@@ -63,7 +63,7 @@ PREDICTED = ("attainment", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tbt_p99
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
 LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --ttft-slo-ms"
-MIN_INVALID = 2  # if one arm has all invalid periods, but fewer than this, chance may be the cause
+MIN_INVALID = 2  # if fewer periods than this are invalid, it may be chance that all are of one arm
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Figures:
 
     @cached_property
     def _kept_limits(self) -> dict[str, list[NDArray[np.float64]]]:
-        """For each arm and period, the tightest limits (TTFT, TBT) that each of its requests meets."""
+        """For each arm and period, the tightest limits (TTFT, TBT) that each request meets."""
         rows = {
             arm: [[self._kept_limit(outcome) for outcome in self.population(period)] for period in self.periods_of(arm)]
             for arm in self.compared

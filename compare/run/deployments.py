@@ -39,8 +39,8 @@ NICENESS = 5  # niceness of nodes, so that the load generator sends on time even
 class LaunchOptions:
     """How to start the nodes of an arm.
 
-    `cpus` are the cores that the nodes share, or all cores if it is empty. `emulate` is the step-time model of emulated
-    nodes. `engines` are the URLs of vLLM servers that take the place of nodes.
+    `cpus` are the cores that the nodes share; if it is empty, they share all cores. `emulate` is the step-time model of
+    emulated nodes. `engines` are the URLs of vLLM servers that take the place of nodes.
     """
 
     model: str
@@ -167,7 +167,7 @@ class Deployments:
 
 
 def fit_together(arms: Sequence[Arm], model: str) -> bool:
-    """Return whether there is memory for all arms at the same time. Arms on GPUs would all use the same devices."""
+    """Return True if all arms fit into memory at the same time. Arms on GPUs do not: they all use the same devices."""
     used = [(arm.settings.get("device", "auto"), arm.settings.get("runner", "torch")) for arm in arms]
     if any(BuildOptions(model, device=device, runner=runner).on_gpu for device, runner in used):
         return False
@@ -186,7 +186,7 @@ def num_gpus() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without variables that set settings, so that settings without a flag have defaults."""
+    """Return the environment without variables that set Baton's settings. Settings without a flag have defaults."""
     others = VLLM_VARIABLES.values()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in others}
     return kept | {"PYTHONPATH": python_path(os.environ)}

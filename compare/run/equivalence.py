@@ -81,8 +81,8 @@ def facts_of(endpoint: Endpoint, status: Document | None) -> dict[str, str]:
 
 
 async def greedy_answers(endpoint: Endpoint, prompts: Sequence[Sequence[int]], salt: str) -> list[list[int]]:
-    """Send all prompts that fit the context at once, and return the answers. This also warms the arm up. Raises
-    EndpointError."""
+    """Send, at the same time, all prompts that fit the context. Return the answers. The requests also warm the arm up.
+    Raises EndpointError."""
     fitting = [prompt for prompt in prompts if not endpoint.max_model_len or fits(prompt, endpoint.max_model_len)]
     return list(await asyncio.gather(*(endpoint.complete(prompt, ANSWER_TOKENS, salt) for prompt in fitting)))
 

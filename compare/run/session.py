@@ -30,7 +30,7 @@ from compare.stats.measures import misses, slo_excess, steady_attainment
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
-TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # timelines to fetch: in a period that the report may show, and in any other one
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # how many to fetch: in a period that the report may show; in other periods
 ATTEMPTS = 3
 MIN_PAIRED_SHARE = 0.75  # a verdict requires that at least this share of the seeds has valid periods in every arm
 SEEDS_PER_SPARE = 3  # there is one spare seed for this many seeds; it replaces a seed that has an invalid period
@@ -253,7 +253,7 @@ class Session:
         """Compare the arms' facts, such as the model, and their greedy answers, which also warm the arms up."""
         experiment, findings = self._experiment, self._findings
         if experiment.engines is not None:
-            await experiment.engines.read()  # raises if a server does not answer, for which an arm would wait
+            await experiment.engines.read()  # raises if a server does not answer; an arm would wait for that server
         facts: dict[str, dict[str, str]] = {}
         answers = {}
         for number, arm in enumerate(experiment.all_arms):
@@ -277,7 +277,7 @@ class Session:
     async def _greedy_answers(self, arm: Arm, endpoint: Endpoint) -> list[list[int]]:
         """Return an arm's answers to the prompts. On vLLM servers, add a problem if KV did not move as required."""
         if (meter := self._experiment.engines) is None:
-            # All arms get the same salt, because it decides the words of prompts that are sent as text.
+            # All arms get the same salt, because the answers of emulated nodes depend on it.
             return await equivalence.greedy_answers(endpoint, self._experiment.prompts, salt="preflight")
         salt = f"{self._started_ns} preflight {arm.name}"
         await endpoint.until_idle(COOL_DOWN_S)  # nodes that have just started send requests to their servers
@@ -453,7 +453,7 @@ def _as_found(arm: Arm, status: Document | None) -> Arm:
 
 def _check_equal_work(experiment: Experiment, findings: Findings) -> None:
     """Compare tokens and work between arms under the same traffic, and add the results to the findings."""
-    # Recordings by traffic and attempt, then by arm. The tokens of emulated nodes depend on the salt of the attempt.
+    # Recordings by traffic and attempt, then by arm. An attempt's salt determines the tokens of emulated nodes.
     groups: dict[tuple[int, float | None, int], dict[str, LoadRecording]] = {}
     for period in findings.periods:
         groups.setdefault((*period.trial.traffic, period.trial.attempt), {})[period.trial.arm] = period.recording
@@ -514,7 +514,7 @@ def check_counts(before: Document, after: Document, *, splits: bool | None) -> t
 
 
 async def _idle_status(endpoint: Endpoint, period: Period) -> Document:
-    """Wait until the arm is idle, or record a problem. Return the router's status. Raises EndpointError."""
+    """Wait until the arm is idle, and return its status. On a timeout, record a problem. Raises EndpointError."""
     if not await endpoint.until_idle(COOL_DOWN_S):
         when = "after the last answer" if period.recording.outcomes else "after the previous period"
         period.problems.append(f"the arm was not idle {COOL_DOWN_S:g} s {when}")

@@ -40,7 +40,7 @@ def cluster_plan(arm: Arm, device: Emulation) -> ClusterPlan:
 def outcomes_of(
     cluster: SimulatedCluster, requests: Sequence[SimulatedRequest], slos: Iterable[LatencySlo | None] = repeat(None)
 ) -> list[Outcome]:
-    """Return the outcomes that the clients of a simulated cluster saw, after its run."""
+    """Return the outcomes that the clients of a simulated cluster saw. The cluster must have served the requests."""
     ends, answer_s = cluster.ends(), cluster.times.answer_s
     return [
         outcome_of(index, request, request.token_s(answer_s, ends), slo)

@@ -148,7 +148,7 @@ class CapacitySearch:
     min_seeds: int = 6
     max_seeds: int = MAX_SEEDS
     widening: float = 2.0  # factor between successive rates while the search brackets the capacity
-    # Factor between the rates at which all seeds are then measured. Use a larger one if seeds differ much.
+    # Factor between the rates at which all seeds are measured after bisection. Use a larger factor if seeds differ.
     step: float = STEP
     lowest: float = 0.0  # a rate; the search ends if the capacity is lower
     points: list[CapacityPoint] = field(default_factory=list)

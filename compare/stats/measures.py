@@ -184,8 +184,8 @@ def mser(series: Series) -> int:
 
 
 def is_growing(series: Series) -> bool:
-    """Return whether the number of outstanding requests grows: the slope over batch means is significant by a one-sided
-    t-test, and the growth exceeds both a quarter of the mean and two standard deviations."""
+    """Return whether the number of outstanding requests grows. The slope over batch means must be significant by a
+    one-sided t-test. The growth must exceed both a quarter of the mean and twice the square root of the mean."""
     size = len(series) // TREND_BATCHES
     if size == 0:
         return False
@@ -313,8 +313,8 @@ def phases_ms(outcome: Outcome, summary: Summary) -> dict[str, float] | None:
     """Return the milliseconds that the request spent in each of PHASES, and its "residual".
 
     The residual is time that neither client nor router recorded, such as network time. The values sum to the time from
-    the scheduled start to the last token, so the clocks of client and router are never compared. Return None if the
-    request failed or has no phases.
+    the scheduled start to the last token. Only durations are used, so the clocks of client and router are never
+    compared. Return None if the request failed or has no phases.
     """
     if not outcome.finished or outcome.sent_s is None or not outcome.token_s or not summary.get("phases_ms"):
         return None
@@ -379,7 +379,7 @@ def busy_shares(steps: Sequence[StepRow], window_ms: tuple[float, float], model:
     """Return shares of the window. "prefill", "decode", "idle_empty" (no requests) and "idle_blocked" (requests waited)
     sum to 1. "busy" is "prefill" plus "decode".
 
-    A mixed step's time is split by the model's costs of its prompts and decodes or, without a model, by their tokens.
+    The time of a mixed step is split by the costs of its prompts and decodes or, without a model, by their tokens.
     """
     length = window_ms[1] - window_ms[0]
     shares = {"prefill": 0.0, "decode": 0.0, "idle_empty": 0.0, "idle_blocked": 0.0}

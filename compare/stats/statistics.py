@@ -1,4 +1,4 @@
-"""Significance of differences between arms. A pair is two arms' runs with the same seed, and thus the same traffic."""
+"""Significance of differences between arms. A pair is two arms' runs with the same seed and the same traffic."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -117,7 +117,7 @@ def sentence(ranking: Ranking, arms: Sequence[Arm]) -> str:
     other = next((other for other in ranking.others if other.arm == arms[0].name), ranking.others[0])
     low, high = ((0 - (value or 0.0)) * form.scale for value in (other.high, other.low))
     named = f", compared with {other.arm}" if len(arms) > 2 else ""
-    certain = f"certain by {low:.1f} to {high:.1f}{form.unit_of_gap}"
+    certain = f"95 % interval: {low:.1f} to {high:.1f}{form.unit_of_gap}"
     return f"{advice}: {values[best]} instead of {values[other.arm]}{form.what}{named} ({certain})."
 
 

@@ -15,7 +15,7 @@ from engine.cpu.attention_tiles import FIELDS
 from engine.cpu.jit import kernel
 from engine.cpu.simd import pointer_to
 
-# Maximum number of rows that are computed together. A row is a query of one query head; all rows share a key head. The
+# Maximum number of rows that are computed together. A row is a query of one query head. All rows share a key head. The
 # matrix product of 128 rows and the keys consists of whole panels, and the sums of 128 rows fit into the L2 cache.
 MAX_ROWS = 128
 MIN_PART = 256  # minimum number of tokens in each part of a divided context

@@ -1,8 +1,8 @@
 """Numba kernels of attention over the paged pool. Importing this module compiles the kernels or loads them.
 
 The algorithm is flash attention (Dao et al.): keys and values are read a tile at a time, with an online softmax. Query
-heads that share a key head are computed together, so that each key is read only once. The keys are not transposed:
-for a decode, the kernel computes dot products of queries and keys; for a chunk, it transposes the queries. Long
+heads that share a key head are computed together, so that each key is read only once. The keys are not transposed.
+For a decode, the kernel computes dot products of queries and keys. For a chunk, it transposes the queries. Long
 contexts may be divided into parts, whose results are merged afterwards (Flash-Decoding).
 """
 
@@ -161,7 +161,7 @@ def finish(
 @kernel
 def attend(values: Any) -> None:
     """Compute attention. A unit of work is one item (see `engine.cpu.attention_items.AttentionWork`) for one key head.
-    Threads take units in order; `values[0]` counts the units that threads have taken."""
+    Threads take units in order. `values[0]` counts the units that threads have taken."""
     units, items, q, out, pool, parts = values[1], values[2], values[3], values[4], values[5], values[6]
     table, table_width, block_bytes, head_bytes, block_tokens, code, kv_heads, group, head_dim, window = (
         values[7], values[8], values[9], values[10], values[11], values[12], values[13], values[14], values[15],

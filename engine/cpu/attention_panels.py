@@ -29,8 +29,8 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 def _exchanged(builder: Any, one: Any, other: Any, bit: int) -> tuple[Any, Any]:
-    """Return two rows of a matrix after one round of a butterfly transpose. The indices of the rows differ only in
-    `bit`. For each element, the round swaps this bit of the row index with the same bit of the lane index."""
+    """Return two rows of a matrix after one round of a butterfly transpose. The indices of the two rows differ only in
+    the bit `bit`. For each element, the round swaps this bit of the row index with the same bit of the lane index."""
     low = [lane if not lane & bit else LANES + (lane ^ bit) for lane in range(LANES)]
     high = [lane | bit if not lane & bit else LANES + lane for lane in range(LANES)]
     masks = (ir.Constant(ir.VectorType(_INT, LANES), mask) for mask in (low, high))

@@ -1,6 +1,6 @@
 """Functions for the tiles in which attention kernels read a context. They find a tile's rows in the KV pool, prefetch
-them, and turn the tile's scores into weights by an online softmax. Weights are powers of 2 instead of e; queries are
-scaled accordingly."""
+them, and turn the tile's scores into weights by an online softmax. Weights are powers of 2 instead of e, so queries are
+multiplied by log2(e)."""
 
 import math
 
@@ -96,7 +96,7 @@ def widen(rows: int, count: int, sizes: Sizes, wide: int, widened: int) -> None:
 
 @part
 def shares(rows: int, padded: int, token_bytes: int) -> tuple[int, int]:
-    """Return how many cache lines `score` prefetches per vector of a row, and how many `add_values` fetches per value.
+    """Return how many cache lines `score` prefetches per vector of a row, and `add_values` prefetches per value.
 
     The prefetches are spread over the current tile, because the CPU would wait for memory after a burst of prefetches.
     The LANES tokens of a group are assumed to be contiguous. If they are not, the kernel is slower, but correct."""

@@ -46,7 +46,7 @@ WEIGHED = 64 * LANES  # number of weights that are summed in float32 before thei
 RUN = 32  # scores per run in `nth_score`
 TILE = 32  # number of tokens whose noise bounds are computed together
 LN2 = math.log(2)
-# numba converts operands to float64 if one is int64 and the other uint64. All constants of the noise are thus unsigned.
+# numba converts operands to float64 if one is int64 and the other uint64, so all constants of the noise are unsigned.
 _GOLDEN, _ONE, _EXPONENT = np.uint64(GOLDEN), np.uint64(1), np.uint64(1023 << 52)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _12 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12)
@@ -161,8 +161,8 @@ def rest_of_one(key, token):
 def winner(scores, tokens, count, key):
     """Return the index of the token with the largest sum of score and noise. The noise is -log(-log(u)).
 
-    The noise of TILE tokens is computed only if an upper bound shows that one of them may win: the noise is at most
-    -log(1 - u), and log2(m * 2**e), for 1 <= m < 2, is at least e + m - 1."""
+    The noise of TILE tokens is computed only if an upper bound of the noise allows one of them to win. The bound uses
+    two facts: the noise is at most -log(1 - u), and log2(m * 2**e) is at least e + m - 1 for 1 <= m < 2."""
     best, where = -math.inf, 0
     for first in range(0, count, TILE):
         last, hopeful = min(count, first + TILE), 0

@@ -1,6 +1,6 @@
 """The forward pass of a few decodes as one call, since Python code between kernels would take longer than some kernels.
 
-Memory and the arguments of kernels are prepared once, as for a CUDA graph. Each step sets only the number of rows, its
+Memory and the arguments of kernels are prepared once, as for a CUDA graph. A step sets only its number of rows, its
 items of attention, and the addresses of its rotary angles, slots and logits. The kernels and their order are the same
 as in `Decoder.forward`, so the results have the same bits.
 """
@@ -59,8 +59,8 @@ def run(values: Any) -> None:
 class FusedDecode:
     """Runs the forward pass of up to MAX_ROWS decodes as one call.
 
-    Owned by `TorchRunner` and called on the thread that computes. It keeps the addresses of the decoder's weights,
-    which must not move. `logits` returns the same bits as `Decoder.forward` followed by `Decoder.logits`.
+    `TorchRunner` owns this object, and calls it on the thread that computes. The addresses of the decoder's weights are
+    kept, so they must not change. `logits` returns the same bits as `Decoder.forward` followed by `Decoder.logits`.
     """
 
     def __init__(self, model: Decoder, kernels: NumbaKernels, attention: NumbaAttention) -> None:
@@ -99,7 +99,7 @@ class FusedDecode:
         self._values = np.zeros((len(self._calls), VALUES), np.int64)
         for row, (_, values) in zip(self._values, self._calls, strict=True):
             row[: len(values)] = values
-        # Arrays, because with a list as index, an assignment would spend most of its time on converting the list.
+        # These indices are arrays: an assignment with a list as index would take most of its time to convert the list.
         self._rotations = {table: np.array(numbers) for table, numbers in self._rotations_of.items()}
         self._attends = {key: (np.array(numbers), np.array(numbers) + 1) for key, numbers in self._attends_of.items()}
 

@@ -1,8 +1,8 @@
 """Compiles kernels for this machine's CPU with numba and runs them on torch's OpenMP threads.
 
-Numba's own parallel loops would add a second OpenMP runtime (or thread pool) to the process. Its spinning threads would
-compete with torch's threads for the cores. A kernel is therefore a plain C function that every thread of a team runs.
-The team is started by `GOMP_parallel` of the OpenMP library that torch has loaded.
+Numba's own parallel loops would add a second OpenMP runtime (or thread pool) to the process. Threads of this runtime
+would spin, and compete with torch's threads for the cores. A kernel is therefore a plain C function that every thread
+of a team runs. The team is started by `GOMP_parallel` of the OpenMP library that torch has loaded.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ PARALLEL_WORK = 1 << 15
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the features of this CPU that LLVM may use, such as "avx512f"; NUMBA_CPU_FEATURES overrides them."""
+    """Return the features of this CPU that LLVM may use, such as "avx512f". NUMBA_CPU_FEATURES overrides them."""
     flags = numba.config.CPU_FEATURES
     if flags is None:
         flags = llvmlite.binding.get_host_cpu_features().flatten()
@@ -85,8 +85,8 @@ def cache_places() -> Iterator[Path]:
 def cache_directory(source: Path, places: Iterable[Path]) -> Path | None:
     """Return a cache directory for the kernels of a file, in the first of `places` to which only this user can write.
 
-    Its name contains a hash of all kernels' sources. Numba detects only changes of the CPU and the kernel's file.
-    """
+    The directory's name contains a hash of all kernels' sources, because numba detects only changes of the CPU and of
+    the kernel's own file."""
     others = ("counter_rng.py", "kernels.py")  # their constants are compiled into kernels
     files = {*HERE.glob("*.py"), *(HERE.parent / name for name in others), source}
     made_of = repr(GREEDY_BELOW).encode() + b"".join(file.read_bytes() for file in sorted(files))
@@ -153,7 +153,7 @@ def _compiled(function: Callable[[Any], None]) -> Any:
 
 
 class Kernel:
-    """A compiled function, called with a pointer to int64 values, each of which is a number or a tensor's address."""
+    """A compiled function of a pointer to int64 values. Each of the values is a number or the address of a tensor."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled  # numba's object, for inspecting the code

@@ -1,8 +1,8 @@
 """Settings that make glibc's heap reuse the memory of large tensors instead of mapping new memory each time.
 
-By default, glibc maps each block of 32 MiB or more separately, and unmaps it when it is freed. Each step with a long
-chunk then touches new pages, which takes half as long as a large 8-bit matrix product. Threads other than the main one
-have heaps of 64 MiB pieces, which are also unmapped when they are free. Therefore, all threads share one heap.
+By default, glibc maps each block of 32 MiB or more separately, and unmaps the block when it is freed. Each step with a
+long chunk then touches new pages, which takes half as long as a large 8-bit matrix product. Threads other than the main
+thread have heaps of 64 MiB pieces, which glibc also unmaps when they are free. Therefore, all threads share one heap.
 """
 
 import ctypes

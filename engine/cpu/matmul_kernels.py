@@ -49,13 +49,13 @@ INT8 = 3  # a further code like those in CODES; each step along the depth takes 
 HAS_INT8 = LANES == 16 and "avx512vnni" in cpu_features()
 CACHED_STEPS = 1024  # steps of a panel of float weights that fit into the core's second-level cache
 FETCHED_AHEAD = 1024  # distance in bytes from reading to prefetching, if a panel is read only once
-# Every tile prefetches a part of the next panel; if only the first tiles did, they would wait for memory. A tile
-# prefetches once per 2^PACE steps to save time. With two tiles, memory limits the speed, so every step prefetches.
+# Every tile prefetches a part of the next panel. If only the first tiles did so, they would wait for memory. To
+# save time, a tile prefetches once per 2^PACE steps. With two tiles, memory limits the speed, so every step prefetches.
 PACE = 2
 # Rows that a thread multiplies at a time. More rows would exceed the first-level cache and would leave threads idle.
 BLOCK_ROWS = 64 * TILE_ROWS
 LINE = 64
-ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to a small number x leaves x, rounded to an integer, in the low bits
+ROUNDER = 12582912.0  # 1.5 * 2**23: in the sum of this and a small number x, the low bits are x rounded to an integer
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -221,7 +221,7 @@ def cost_of_experts(experts: int, counts: int, panels: int) -> int:
 
 @kernel
 def product(values: Any) -> None:
-    """Multiply rows by a matrix. The first lines name the `values`; from `code` on, they are constants of the matrix.
+    """Multiply rows by a matrix. The first lines name the `values`. From `code` on, they are constants of the matrix.
 
     `row_scales` is memory for the rows' scales and the rows rounded to 8 bits (INT8 only). `size` is the depth. For
     each panel, `columns` has `column_bytes` bytes: the initial sums and, with INT8, also the scales and the bias. Each

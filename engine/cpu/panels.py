@@ -25,8 +25,7 @@ class PanelLinear(Linear):
 
     `panels` [panels, steps, PANEL, ...] holds the weights in the format that `code` denotes. `columns`
     [panels, ..., PANEL], float32, holds the bias and, for INT8, initial sums and scales. The matrix has the shape
-    [width, depth]. `is_exact` is true if no weight was rounded and a step holds one weight of each column,
-    not a pair or a group.
+    [width, depth]. `is_exact` is true if no weight was rounded, and each step holds only one weight of each column.
     """
 
     def __init__(

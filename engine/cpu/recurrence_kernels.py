@@ -173,7 +173,7 @@ def convolve_head(
 @kernel
 def convolve(values: Any) -> None:
     """Convolve all heads. The first lines name the `values`. `weight` is [width, channels]. `bias` may be 0 (none).
-    `read`, `write` and `save` have `units` entries per slice; this convolution uses `num` of them, from entry `first`
+    `read`, `write` and `save` have `units` entries per slice. This convolution uses `num` of them, from entry `first`
     on. `table` has the column and the size of each of these units. A slice without a state reads `zeros`."""
     slices, cu_q, inputs, stride, target, channels = values[0], values[1], values[2], values[3], values[4], values[5]
     width, weight, bias, pool, read, write = values[6], values[7], values[8], values[9], values[10], values[11]

@@ -73,7 +73,7 @@ def _int8(why_not: str) -> LinearFormat:
 class AsStored:
     """A format that keeps 16-bit weights in 16 bits, to halve memory and reading time. Other weights become float32.
 
-    `name` describes only the matrix that was made last; this suffices, because a checkpoint rarely mixes dtypes.
+    `name` describes only the matrix that was made last. This suffices, because a checkpoint rarely mixes dtypes.
     """
 
     def __init__(self) -> None:

@@ -29,8 +29,8 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The shape of a program. It computes `block_m` rows (queries times the GQA group size) and reads `block_n` tokens
-    of context at a time, with `warps` warps and `stages` pipeline stages."""
+    """The shape of a program. The program computes `block_m` rows (queries times the GQA group size) and reads
+    `block_n` tokens of context at a time, with `warps` warps and `stages` pipeline stages."""
 
     block_m: int
     block_n: int
@@ -40,9 +40,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a layer's query heads are divided among GPU programs. Each item of the work list has `programs` programs.
-    Each program computes `group` query heads, and `share` programs use the same key head. A key has `size` dimensions.
-    A key that is a latent is followed by `rope` rotated dimensions; for other keys, `rope` is 0."""
+    """How a layer's query heads are divided among GPU programs. Each item of the work list (a decode, or a tile of a
+    chunk) has `programs` programs. Each program computes `group` query heads, and `share` programs use the same key
+    head. A key has `size` dimensions. If keys are latents, `rope` rotated dimensions follow; otherwise, `rope` is 0."""
 
     programs: int
     group: int
@@ -144,7 +144,7 @@ class TritonPlan:
         self._tiles: dict[Heads, tuple[int, Tile, Tensor]] = {}
 
     def _listed(self, short: list[int]) -> Tensor:
-        """Return the work list of decodes, int32 [decodes, 2]. It is preallocated if no chunk precedes a decode."""
+        """Return the work list of decodes, int32 [decodes, 2]. If no chunk precedes a decode, it is preallocated."""
         if len(short) > MAX_ITEMS:
             raise ValueError(f"{len(short)} decodes in one step; --max-num-seqs may be {MAX_ITEMS} at most")
         if not short or short[-1] + 1 == len(short):
@@ -183,8 +183,8 @@ class TritonPlan:
     def _heads(self, layer: AttentionLayer, q: Tensor, queries: int) -> Heads:
         """Return how the heads are divided among programs if each item of the work list has `queries` queries.
 
-        Several programs share a key head if one program cannot hold the sums of all its rows, because the heads are
-        large or because there are many rows (queries times query heads)."""
+        Several programs share a key head if one program cannot hold the sums of all rows of the key head. This happens
+        if the heads are large, or if there are many rows (queries times query heads)."""
         kv_heads, count, size = layer.wide or self._backend.pool.layout.kv_heads, q.shape[1], layer.latent or q.shape[2]
         whole = Heads(kv_heads, count // kv_heads, size, q.shape[2] - size)
         if not whole.is_large and (queries == 1 or queries * whole.group <= MOST_ROWS):

@@ -32,8 +32,8 @@ def draw(logits: Tensor, parameters: Tensor, adjusted: Tensor | None = None) -> 
 
     `logits` is float32 [R, vocab], and `parameters` is packed by `parameters_of`. `adjusted` contains the logits after
     bans, bias and penalties, or is None if no row has bans, bias or penalties. Draws the same tokens as
-    `engine.sampling.draw`, with one exception: because weights are float32 here, the two functions may disagree whether
-    top_p keeps a token if the total probability of all likelier tokens is within 1e-6 of top_p.
+    `engine.sampling.draw`, with one exception, because exponentials are float32 here. If the tokens that are likelier
+    than a token have a total probability within 1e-6 of top_p, the two functions may disagree about this token.
     """
     rows, vocab = logits.shape
     scores = logits if adjusted is None else adjusted
@@ -124,7 +124,7 @@ def _has_filters(parameters, row, vocab):
 
 @triton.jit
 def find_highest(logits, parameters, highest, row_stride, vocab, BLOCK: tl.constexpr):
-    """Grid: rows x parts of BLOCK tokens. Store each part's highest score, if the row has filters."""
+    """Store each part's highest score, if the row has filters. Grid: rows x parts of BLOCK tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if _has_filters(parameters, row, vocab):
         divisor = _number(parameters, row, 0).to(tl.float32)
@@ -137,7 +137,7 @@ def find_least(
     logits, parameters, highest, least, row_stride, vocab, parts,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows. Store the lowest score that min_p, top_k and top_p keep, or -inf for a row without filters."""
+    """Store the lowest score that min_p, top_k and top_p keep, or -inf for a row without filters. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     floor = tl.full([], float("-inf"), tl.float32)
     if _has_filters(parameters, row, vocab):
@@ -208,7 +208,7 @@ def draw_part(
     given, logits, parameters, least, best, tokens, given_stride, row_stride, vocab,
     PART: tl.constexpr, BLOCK: tl.constexpr, ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows x parts of the vocabulary. Store each part's best score and the token with this score, or BROKEN."""
+    """Store each part's best score, and the token with this score or BROKEN. Grid: rows x parts of the vocabulary."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = _number(parameters, row, 0)
     greedy = temperature < GREEDY
@@ -242,7 +242,7 @@ def draw_part(
 
 @triton.jit
 def choose_part(best, tokens, chosen, parts, BLOCK: tl.constexpr):
-    """Grid: rows. Store the token of the best part of each row, or an error code."""
+    """Store the token of the best part of each row, or an error code. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(best + row * parts + part, mask=part < parts, other=float("-inf"))

@@ -158,9 +158,9 @@ def load(name: str) -> list[Callable[..., Any]]:
 class FlashAttention:
     """Attention over `pool` by the FlashAttention generation `name`.
 
-    `ours` computes the layers that the package does not support, and, if the package is slow for decodes, the leading
-    slices of one token. Raises ValueError if the package cannot be loaded, or does not support the pool's dtype, head
-    size or block size.
+    `ours` computes the layers that the package does not support. If the package is slow for decodes, `ours` also
+    computes the leading slices of one token. Raises ValueError if the package cannot be loaded, or does not support the
+    pool's dtype, head size or block size.
     """
 
     def __init__(self, pool: KVPool, name: str, ours: AttentionBackend | None = None) -> None:

@@ -16,7 +16,7 @@ from engine.routing import by_expert
 COLUMNS = 1024  # number of elements that each program of an element-wise kernel computes
 FEW_CHOICES = 8192  # for up to this many (token, expert) pairs in a step, `sort_by_expert` is faster than torch's sort
 CHOICES = 64  # number of (token, expert) pairs whose places each program of `sort_by_expert` computes
-ELEMENTS_PER_WARP = 256  # fewer elements per warp would leave lanes idle; more would not fit into registers
+ELEMENTS_PER_WARP = 256  # with fewer elements, lanes of a warp would be idle; more would not fit into registers
 
 
 class TritonKernels(Kernels):

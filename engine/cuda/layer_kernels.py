@@ -67,7 +67,7 @@ def rotate_and_store(
     GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_H: tl.constexpr,
     NORMED: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens x KV heads. A program rotates one key head and its query heads, and stores keys and values."""
+    """Rotate one key head and its query heads, and store the key and the value. Grid: tokens x KV heads."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads = tl.num_programs(1)
     half = tl.arange(0, BLOCK_H)

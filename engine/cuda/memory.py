@@ -13,7 +13,7 @@ from engine.cuda.kv.driver import CudaDevice, CudaRegion, PinnedStaging
 from shared.kv.memory import Staging
 from shared.kv.shm import runs
 
-PIECE_BYTES = 16 << 20  # bytes of rows summed at once; they and their products fit into an H200's L2 cache (50 MB)
+PIECE_BYTES = 16 << 20  # bytes of rows summed at once; the rows and products fit into an H200's L2 cache (50 MB)
 WORD_BYTES = 8
 
 
@@ -44,7 +44,7 @@ class DeviceMemory:
         self._weights = _weights(row_bytes // WORD_BYTES, device)
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Wait until `_weights` is on the device. Checksums use a separate stream: no step waits for checksums.
+            # Wait until `_weights` is on the device: checksums use a separate stream, so that no step waits for them.
             torch.cuda.synchronize(device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -52,7 +52,7 @@ class DeviceMemory:
         """Return a little-endian 8-byte checksum for each row. Rows that differ in one word have different checksums.
 
         A checksum is the sum modulo 2^64 of the row's 64-bit words, each multiplied by an odd number that depends on
-        the word's position (multilinear hashing). A separate stream computes the checksums; the call waits for them.
+        the word's position (multilinear hashing). A separate stream computes the checksums. The call waits for them.
         """
         words = self.rows.view(torch.int64)
         with torch.inference_mode(), ExitStack() as stack:

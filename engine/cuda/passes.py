@@ -2,8 +2,8 @@
 
 Graphs are captured for some step sizes, and a step is padded to the next of these sizes. A step of decodes replays one
 graph. A small step with chunks replays several graphs and computes attention between the graphs, because the kernel
-launches of attention depend on the step. A step above the largest size runs without a graph; it keeps the device busy
-anyway.
+launches of attention depend on the step. A step above the largest size runs without a graph, because its kernels take
+longer than their launches.
 """
 
 import logging
@@ -25,7 +25,7 @@ from engine.models.spec import LatentSpec
 log = logging.getLogger("baton.engine")
 # The numbers of tokens for which CUDA graphs are captured. The numbers for steps of decodes are the same as in vLLM.
 # Mixed steps have fewer sizes, because each size needs one graph per layer. Padding takes little time in steps of up to
-# about 184 tokens; an H200 is compute-bound above this number.
+# about 184 tokens. An H200 is compute-bound above this number.
 DECODES = (1, 2, 4, *range(8, 257, 8), *range(320, 513, 64))
 MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
@@ -75,7 +75,7 @@ class Passes:
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def choose(self, step: Batch) -> tuple[StepShape, Captured | None]:
-        """Return the shape to which to pad a step, and the captured pass to replay, or None to run without a graph."""
+        """Return the shape to which a step is padded, and the captured pass to replay (None: run without a graph)."""
         own = StepShape.of(step)
         if step.scored:  # a graph has a fixed number of logit rows, and scoring needs more
             return own, None
@@ -117,7 +117,7 @@ class Passes:
     def capture(self, pool: CudaGraphPool, slices: int, tokens: int) -> None:
         """Capture passes for steps of up to `slices` slices and `tokens` tokens.
 
-        The largest pass is captured first, so that the others can reuse its memory.
+        The largest pass is captured first, so that the other passes can reuse its memory.
         """
         began, model = time.monotonic(), self._model
         sizes = _sizes(MIXED, tokens)
@@ -134,8 +134,8 @@ class Passes:
 
     @property
     def _captures_attention(self) -> bool:
-        """Whether a graph may contain the attention of decodes. It may not if a layer uses the reference: without
-        Triton, the reference computes the layers that flash-attn does not support."""
+        """Whether a graph may contain the attention of decodes. A graph cannot contain the reference. Without Triton,
+        the reference computes the layers that flash-attn does not support."""
         plain = all(one.attention.is_plain for one in self._model.layers if isinstance(one, AttentionDecoderLayer))
         return self._attention.captures and (plain or self._kernels.captures_states)
 

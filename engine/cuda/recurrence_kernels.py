@@ -4,7 +4,7 @@
 
 A program computes the tokens of a slice one after another, with its part of the state in registers. The result does not
 depend on how a prompt is chunked, but a long chunk uses few multiprocessors. The chunked forms of the delta rule (Yang
-et al. 2024) and of Mamba-2 (Dao and Gu 2024) would be faster for prompts; they are not implemented.
+et al. 2024) and of Mamba-2 (Dao and Gu 2024) would be faster for prompts, but are not implemented.
 """
 
 import triton
@@ -145,7 +145,7 @@ def recur(
     known = (row < tl.where(read < 0, 0, KEY_DIM))[:, None] & in_columns[None, :]
     state = tl.load(pool + read + cells, mask=known, other=0.0)
     skip, one = tl.load(skips + head), tl.arange(0, 1)
-    # The loads of the next tokens are issued while a token is computed. They load float32, which Triton can pipeline.
+    # The loads of the next tokens are issued while a token is computed. Triton can pipeline them: they load float32.
     for token in tl.range(0, count, num_stages=STAGES):
         place = (start + token) * HEADS + head
         inputs, factor = mixed + (start + token) * channels, given + 2 * place

@@ -89,7 +89,7 @@ class CudaRunner(TorchRunner):
         self.passes = Passes(model, kernels, backend, self._buffers)
         self._tokens = torch.zeros(capacity.slices, dtype=torch.int64, device=device)  # tokens drawn by the last step
         self._cuda = cuda = device.type == "cuda"
-        # Two buffers and two events alternate between steps, because the previous step's tokens may not have been read.
+        # Two buffers and events alternate between steps, because the previous step's tokens may not have been read yet.
         self._arrivals = [torch.zeros(capacity.slices, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
         self._events = [_event() if cuda else None for _ in range(2)]
         self._before: Sequence[Slice] = ()
@@ -114,7 +114,7 @@ class CudaRunner(TorchRunner):
         These steps differ from the largest step and from the captured steps. They compile kernels that a request could
         otherwise wait for: attention has different kernels for few, several and many decodes, and further kernels for
         decodes of several tokens. Graphs of decodes contain only the kernels for the longest context, but a step with
-        a chunk may need any of them. The KV of these steps is stored in the dummy block.
+        a chunk may need any of these kernels. The KV of the warm-up steps is stored in the dummy block.
         """
         far = max(0, min(self._buffers.most_tokens, FAR) - WARM_COUNT)
         many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))

@@ -34,9 +34,9 @@ NO_FLASH_ATTN = (
 def attention_on_cuda(name: str, pool: KVPool, triton: bool, computed: torch.dtype | None = None) -> AttentionBackend:
     """Return the attention backend `name` for a GPU. Experimental.
 
-    `triton` is true if the Triton package works. `computed` is the dtype of queries; None means the dtype of the pool.
-    "auto" selects FlashAttention 3 if it is installed and supports the GPU and the pool. Otherwise, "auto" selects our
-    Triton kernels, because the other generations are slower or in beta. Raises ValueError if the backend is not
+    `triton` is true if the Triton package works. `computed` is the dtype of queries. None means the dtype of the pool.
+    "auto" selects FlashAttention 3 if it is installed and supports the GPU and the pool. Otherwise, "auto" selects OWN,
+    because the other generations of FlashAttention are slower or in beta. Raises ValueError if the backend is not
     available or does not support the pool.
     """
     if name == "numba":
@@ -81,7 +81,7 @@ def kv_dtype_on_cuda(name: str, computed: torch.dtype, device: torch.device) -> 
 
 
 def usable_on_cuda(name: str, device: torch.device) -> str:
-    """Return `name`, or OWN if `name` is "auto" and FlashAttention 3, which it would select, fails to load.
+    """Return `name`. If `name` is "auto" and FlashAttention 3 would be used but does not load, return OWN instead.
 
     Log the failure here, so that it is logged once and not for each pool.
     """

@@ -93,7 +93,7 @@ def packed_logits(
     free = list(range(layout.num_blocks - 1, 0, -1))
     slices: list[list[Slice]] = []
     for number, (prompt, count, sizes) in enumerate(zip(prompts, blocks, cuts, strict=True)):
-        # One more token is added, so that each position of the prompt precedes a token whose logprob is requested.
+        # Logits are computed only at positions before the last token of a prompt. One more token is therefore added.
         request = Request(f"check-{number}", [*prompt, 0], len(prompt) + 1, 1, needs_prompt_logprobs=True)
         request.tables[0] = [free.pop() for _ in range(count)]
         sets = [tuple(free.pop() for _ in range(places.state_rows)) for _ in range(2)]

@@ -1,7 +1,7 @@
 """Reads the config.json of a decoder that runs through transformers, and refuses unsupported models before they are
 loaded.
 
-Importing this module does not import transformers, because that takes a second and most nodes do not need it.
+Importing this module does not import transformers: the import would take a second, and most nodes do not need it.
 """
 
 from importlib import import_module
@@ -44,7 +44,7 @@ def choose_config(directory: Path, model_impl: str) -> ModelConfig:
 def read_foreign_config(directory: Path) -> ModelConfig:
     """Read the config of a decoder that is to run with transformers' modules.
 
-    The layers of the config are estimates; the sizes of keys and values are measured when the model is loaded. Raises
+    The layers of the config are estimates. The sizes of keys and values are measured when the model is loaded. Raises
     ValueError, with the reason, if the model cannot run with these modules.
     """
     file = directory / "config.json"

@@ -1,7 +1,7 @@
 """A decoder made of modules of transformers. It stores its KV in Baton's pool, and attends with Baton's kernels.
 
-A step is one pass over one sequence, which holds the tokens of all requests. Except for attention, transformers'
-modules compute each token independently of the others. Attention is replaced through transformers' attention interface.
+A step is one pass over one sequence, which holds the tokens of all requests. Baton replaces attention, and runs
+recurrent modules in `engine.foreign.states`. Other modules compute each token independently of the other tokens.
 """
 
 import math
@@ -232,7 +232,7 @@ class ForeignDecoder:
         return geometry.calls, probe.found()
 
     def _run_with_states(self, states: ModuleStates, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run a module with states. In a pass over the pool, its states are in the pool; in other passes, the module
+        """Run a module with states. In a pass over the pool, its states are in the pool. In other passes, the module
         runs unchanged."""
         if isinstance(self._pass, PackedPass) and self._pass.states is not None:
             return self._pass.states.run(states, given, options)

@@ -202,7 +202,7 @@ class StatePass:
 
     def _part(self, value: Any, rows: Tensor) -> Any:
         """Return the part of an argument for the tokens `rows`, [requests, tokens]. Only tensors of shape [1, T, ...]
-        have an entry for each token; other values are returned whole."""
+        have an entry for each token. Other values are returned whole."""
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, self._num_tokens):
             return value[0, rows]
         if isinstance(value, tuple | list):

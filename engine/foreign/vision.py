@@ -60,7 +60,7 @@ class VisionEncoder:
         self._cached_bytes = self.num_encoded = self.num_cached = 0
 
     def features(self, image: Media) -> ImageFeatures:
-        """Return the features of an image, whose pixels must be set. Raises ValueError if the number of feature
+        """Return the features of an image. Its pixels must be set. Raises ValueError if the number of feature
         vectors differs from the number of the image's tokens."""
         with self._encoding:
             if (found := self.kept(image)) is not None:

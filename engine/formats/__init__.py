@@ -1,1 +1,1 @@
-"""Readers of quantized checkpoints. Each converts a format's tensors into one of the weight forms in `forms`."""
+"""Readers of quantized checkpoints. They convert the stored tensors into the weight forms of `forms`."""

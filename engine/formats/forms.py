@@ -16,8 +16,8 @@ class GroupedWeight:
     zero point for each group of adjacent columns.
 
     `codes` is uint8 [out, in / 2], with the code of the even column in the low bits. `scales` and `zeros` are float32
-    [out, groups]; if `zeros` is None, all zero points are 0. If `order` (int64 [in]) is given, column i multiplies
-    input order[i]; otherwise, it multiplies input i."""
+    [out, groups]. If `zeros` is None, all zero points are 0. If `order` (int64 [in]) is given, column i multiplies
+    input order[i]. Otherwise, it multiplies input i."""
 
     codes: Tensor
     table: tuple[float, ...]
@@ -52,7 +52,7 @@ class GroupedWeight:
 
 @dataclass(slots=True)
 class ChannelWeight:
-    """An int8 matrix [out, in] with a scale per output, float32 [out], for activations rounded to 8 bits (W8A8)."""
+    """An int8 matrix [out, in] with a scale per output, float32 [out]. Activations are rounded to 8 bits too (W8A8)."""
 
     levels: Tensor
     scales: Tensor

@@ -168,7 +168,7 @@ class GgufCheckpoint:
         part = name.split(".")[-2]
         if self._architecture != "llama" or part not in {"q_proj", "k_proj"}:
             return weight
-        # llama.cpp rotates adjacent rows of a head together; Hugging Face rotates rows i and i + head_dim / 2 together.
+        # llama.cpp rotates adjacent rows of a head together. Hugging Face rotates rows i and i + head_dim / 2 together.
         halves = torch.arange(shape[0], device=self._device).view(-1, self.config.head_dim // 2, 2)
         return rows_of(weight, halves.transpose(1, 2).flatten())
 

@@ -23,9 +23,9 @@ COMPRESSED: dict[str, Layout] = {
 class Scheme:
     """How the quantized matrices of a checkpoint are stored. Other matrices of the same checkpoint may be dense.
 
-    `group` is the number of inputs that share a scale, or 0 if all do. `block` is the shape of an FP8 block, whose
-    weights share a scale, or (0, 0). If `divides`, the global scale of NVFP4 is a divisor. If `zeros_less_one`, GPTQ's
-    zeros are stored as zero - 1. If `activations`, activations are rounded to 8 bits too.
+    `group` is the number of inputs that share a scale, or 0 if all inputs share one. `block` is the shape of an FP8
+    block, whose weights share a scale, or (0, 0). If `divides`, the global scale of NVFP4 is a divisor. If
+    `zeros_less_one`, GPTQ stores each zero point minus 1. If `activations`, activations are rounded to 8 bits too.
     """
 
     method: str

@@ -45,8 +45,8 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The update of one module. The module's input is multiplied by `down` and then by `up`, which includes the scale;
-    the result is added to the module's output."""
+    """The update of one module. The module's input is multiplied by `down` and then by `up`, which includes the scale.
+    The result is added to the module's output."""
 
     down: "Tensor"  # [rank, in]
     up: "Tensor"  # [out, rank]

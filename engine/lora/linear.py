@@ -23,7 +23,7 @@ from engine.models.spec import AttentionSpec, MlpSpec
 
 @dataclass(slots=True)
 class AdaptedRows:
-    """The rows that each adapter changes in the current pass. They are given twice: as indices of tokens, and as
+    """The rows that each adapter changes in the current pass. The rows are listed twice: as indices of tokens, and as
     indices of logit rows."""
 
     tokens: dict[str, Tensor] = field(default_factory=dict)  # digest of an adapter -> row numbers, int64
@@ -97,10 +97,10 @@ class ModelAdapters:
         return AdapterFiles(lora_digest(directory), directory, read_lora(directory, self.max_rank))
 
     def add(self, files: AdapterFiles) -> None:
-        """Add an adapter.
+        """Add an adapter to the model.
 
-        Matrices of attention and of MLPs are adapted. Raises ValueError, which names the module, for updates of other
-        modules: experts, latent attention, recurrent layers, embeddings and the output head.
+        Matrices of attention and of MLPs are adapted. Raises ValueError, which names the module, if the adapter updates
+        another module: experts, latent attention, recurrent layers, embeddings or the output head.
         """
         adapter = _Adapter(self, files.digest, dict(files.updates))
         try:
@@ -116,7 +116,7 @@ class ModelAdapters:
             raise
 
     def remove(self, digest: str) -> None:
-        """Remove the adapter, which no request may use any more."""
+        """Remove the adapter. No request may use it any more."""
         for matrix in self.matrices:
             matrix.updates.pop(digest, None)
 

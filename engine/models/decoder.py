@@ -84,10 +84,10 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=norm.dtype))
 
     def can_be_captured(self, kernels: Kernels) -> bool:
-        """Return whether a CUDA graph can contain the pass.
+        """Return whether a CUDA graph can contain the pass. It cannot in two cases.
 
-        It cannot contain the pass if experts are multiplied one after another, because the kernel launches then depend
-        on the choice of experts, or if the model has recurrent layers whose kernels cannot be captured.
+        First, experts may be multiplied one after another. The kernel launches then depend on the choice of experts.
+        Second, the model may have recurrent layers whose kernels cannot be captured.
         """
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         experts += [layer.alongside.experts for layer in self.layers if layer.alongside is not None]
@@ -120,7 +120,7 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             is_last = index + 1 == len(self.layers)
             if index in batch.captured:
-                batch.captured[index] = hidden.clone()  # kernels may overwrite it
+                batch.captured[index] = hidden.clone()  # kernels may overwrite `hidden`
             if is_last and last is not None:
                 mixed = self._mix(layer, normed, kernels, last, batch.positions, batch.logit_rows)
             else:
@@ -150,7 +150,7 @@ class Decoder:
         positions: Tensor,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention or recurrence for the rows in `selected`, or for all rows if that is None."""
+        """Return the result of attention or recurrence for the rows in `selected` (None: for all rows)."""
         if isinstance(layer, AttentionDecoderLayer):
             return self._attend(layer, rows, kernels, attention, positions, selected)
         assert isinstance(layer, RecurrentDecoderLayer)
@@ -167,8 +167,8 @@ class Decoder:
         positions: Tensor,
         selected: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention, [T, num_heads * head_dim], for the rows in `selected`, or for all rows if
-        that is None. The plan `attention` must cover the same rows."""
+        """Return the result of attention, [T, num_heads * head_dim], for the rows in `selected` (None: for all rows).
+        The plan `attention` must cover the same rows."""
         spec, latent, q = layer.spec, layer.latent, store_kv(layer, rows, kernels)
         if spec.temperature:
             steps = (positions // spec.temperature_tokens).float()

@@ -43,8 +43,8 @@ class HeadDecoder(Decoder):
         return normed
 
     def inputs(self, tokens: Tensor, features: Tensor, kernels: StepKernels) -> tuple[Tensor, Tensor]:
-        """Return the residual and the input of attention. For position i, both are computed from tokens[i], int64 [T],
-        and features[i]."""
+        """Return the residual and the input of attention. For position i, both results are computed from tokens[i],
+        int64 [T], and features[i]."""
         embedded = kernels.norm(self.embedded(tokens), self._pair.embedding_norm)
         states = kernels.norm(features, self._pair.hidden_norm)
         hidden = self._pair.joined(torch.cat((embedded, states), dim=-1))
@@ -70,8 +70,8 @@ class HeadDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class PairWeights:
-    """The norms of an embedding and of a hidden state, and a projection that maps both to one vector. In EAGLE-3, the
-    projection instead maps the states of several layers to one vector."""
+    """The norms of an embedding and of a hidden state, and a projection that maps the two normed vectors to one vector.
+    In EAGLE-3, the projection instead maps the states of several layers to one vector."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor

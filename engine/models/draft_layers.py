@@ -52,15 +52,15 @@ def with_mtp(config: ModelConfig, path: Path) -> ModelConfig:
 def with_head(config: ModelConfig, size: int) -> ModelConfig:
     """Return the config with room in the KV pool for a draft head that reads vectors of `size` numbers.
 
-    If the model has recurrent states, each state also contains the vector that the head reads for the last token before
-    the state, because a slice that continues from the state needs this vector and cannot compute it.
+    If the model has recurrent states, each state also contains the vector that the head reads for the state's last
+    token. A slice that continues from the state needs this vector and cannot compute it.
     """
     return replace(config, draft_layers=1, units=(*config.units, size) if state_units(config) else ())
 
 
 def mtp_layer(config: ModelConfig) -> LayerSpec:
-    """Return the MTP layer's spec: that of the model's last layer with attention, but with experts if any layer of the
-    model has experts."""
+    """Return the MTP layer's spec. It is the spec of the model's last layer with attention, but with experts if any
+    layer of the model has experts."""
     experts = [one.mlp for one in config.layers if isinstance(one.mlp, MoeSpec)]
     last = next(one for one in reversed(config.layers) if isinstance(one.mixer, AttentionSpec | LatentSpec))
     return replace(last, mlp=experts[-1]) if experts else last

@@ -6,7 +6,7 @@ from engine.models.spec import AttentionSpec, ModelConfig, state_units, unit_pla
 from scheduler.geometry import UNIFORM, Group
 
 TYPICAL_TOKENS = 8192  # length of the typical request for which `_row_layers` computes the wasted memory
-MOST_PADDING = 0.05  # largest accepted waste, as a share of the memory that this request needs
+MOST_PADDING = 0.05  # largest accepted waste, as a share of the memory that the typical request needs
 STATE_BYTES = 4  # bytes of a number in a recurrent state
 
 
@@ -14,9 +14,9 @@ STATE_BYTES = 4  # bytes of a number in a recurrent state
 class KVPlaces:
     """The places of layers in the pool.
 
-    A row (see `scheduler.geometry`) has places for the KV of `row_layers` layers. KV layer i uses block table
-    number tables[i], and has the place places[i] in a row. If the blocks of a group have several rows, the
-    group has one table for each row of a block: if t is the group's first table, table t + r has row r of each block.
+    A row (see `scheduler.geometry`) has places for the KV of `row_layers` layers. The i-th layer with KV uses block
+    table number tables[i], and the place places[i] in a row. If the blocks of a group have several rows, the
+    group has one table for each row of a block. If t is the group's first table, table t + r has row r of each block.
     `units` has, for each unit of a state, the unit's row and its offset in the row (see `unit_places`)."""
 
     row_layers: int

@@ -160,7 +160,7 @@ def assemble(
     If `reader` is given, the matrices of the layers and of the output head come from it instead of from `take`.
     """
     loader = _Loader(take, config, dtype, linear, names, reader)
-    embed, head = loader.vocabulary()  # loaded first, so that a tied matrix is freed before the layers load
+    embed, head = loader.vocabulary()  # first, so that the stored form of a tied matrix is freed before the layers load
     layers = [loader.layer(index, spec) for index, spec in enumerate(config.layers)]
     return Decoder(config, embed, layers, loader.norm("model.norm", config.hidden_size), head)
 

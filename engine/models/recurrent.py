@@ -14,7 +14,7 @@ from engine.recurrence import RecurrentLayer
 class InnerRows:
     """Rows of the joined projections of a recurrent layer.
 
-    `inputs` are the indices of the rows for the convolution's inputs, followed by those for the gate. `steps` are the
+    `inputs` has the indices of the rows for the convolution's inputs, then of the rows for the gate. `steps` has the
     indices of the other rows, in the order in which `StepKernels.recur` takes them. `sizes` has the number of rows of
     each projection.
     """

@@ -1,6 +1,6 @@
 """Rotary position embedding as in Hugging Face's Llama: dimension i is rotated with dimension i + head_dim / 2.
 
-If a model rotates only a part of each head, the loader reorders the dimensions of queries and keys accordingly, and the
+If a model rotates only a part of each head, the loader brings the dimensions of queries and keys into this order. The
 dimensions that do not rotate have a frequency of 0.
 """
 
@@ -18,7 +18,7 @@ class Rotation:
     """The rotation of each pair of dimensions: frequency (radians per position) and magnitude, float32 [head_dim / 2].
 
     `is_scaled` is false if all magnitudes are 1. If tokens have positions on three axes, `axes`, int64 [head_dim / 2],
-    has the axis of each pair; otherwise, it is None.
+    has the axis of each pair. Otherwise, it is None.
     """
 
     frequencies: Tensor
@@ -37,7 +37,7 @@ class Rotation:
         return cls(frequencies.to(device), magnitudes.to(device), axes, bool((magnitudes != 1).any()))
 
     def angles(self, positions: Tensor, on_axes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines for `positions` [T], scaled by `magnitudes`. Each is float32 [T, 1, head_dim / 2].
+        """Return cosines and sines for `positions` [T], scaled by `magnitudes`. Both are float32 [T, 1, head_dim / 2].
 
         `on_axes`, int64 [3, T], are the positions on three axes, or None if each token's three positions are equal.
         """

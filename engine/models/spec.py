@@ -79,12 +79,12 @@ class AttentionSpec:
 class LatentSpec:
     """Multi-head latent attention of one layer (DeepSeek-V2).
 
-    The pool holds one vector per token: a latent of `kv_rank` dimensions, from which the keys and values of all heads
-    derive, and a rotated key of `rope_dim` dimensions, which all heads share. A head's query has `nope_dim` unrotated
-    dimensions and `rope_dim` rotated dimensions. Queries derive from a vector of `q_rank` dimensions, or from the
-    hidden state if `q_rank` is 0. The weights of keys multiply the queries, and the weights of values multiply the
-    outputs; the stored latents stay as they are. If `interleaved`, the checkpoint rotates dimension 2i with
-    dimension 2i + 1. For other fields see `AttentionSpec`."""
+    The pool holds one vector per token. It consists of a latent of `kv_rank` dimensions, from which the keys and values
+    of all heads derive, and of a rotated key of `rope_dim` dimensions for all heads. A head's query has `nope_dim`
+    unrotated dimensions and `rope_dim` rotated dimensions. Queries derive from a vector of `q_rank` dimensions, or from
+    the hidden state if `q_rank` is 0. The weights of keys multiply the queries, and the weights of values multiply the
+    outputs. The stored latents stay as they are. If `interleaved`, the checkpoint rotates dimension 2i with dimension
+    2i + 1. For other fields see `AttentionSpec`."""
 
     heads: int
     q_rank: int
@@ -206,7 +206,7 @@ class MoeSpec:
 
     `score` maps the router's logits to scores. If `corrects`, a bias is added to the scores when experts are chosen,
     but not to the weights of the chosen experts. With several `groups`, the choice is limited to the `top_groups` best
-    groups; a group is rated by the sum of its `group_scores` best scores (DeepSeek). If `scores_chosen`, scores are
+    groups. A group is rated by the sum of its `group_scores` best scores (DeepSeek). If `scores_chosen`, scores are
     computed only from the logits of the chosen experts.
 
     The weights of the chosen experts are divided by their sum if `renormalizes`, and multiplied by `scale`. The
@@ -250,7 +250,7 @@ class ModelConfig:
     """The configuration of a decoder.
 
     Layers share a KV layout with `num_kv_heads` heads of size `head_dim`. Some layers may have heads of twice this
-    size, but at most half as many; each of these heads takes the space of two heads of the layout.
+    size, but at most half as many. Each of these heads takes the space of two heads of the layout.
 
     Embeddings are multiplied by `embedding_scale`, outputs of attention and MLP by `residual_scale`, and logits by
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from router.nodes.placement import PoolCapacity
 from shared.errors import UnavailableError
 
-if TYPE_CHECKING:  # this import needs a live router's connections, which a simulation in a browser does not have
+if TYPE_CHECKING:  # the module needs network libraries, which a simulation in a browser does not have
     from router.dispatch.requests import GenerationRequest
 
 RATE_S = 10.0  # time constant, in seconds, of the moving average of the nodes' throughput
@@ -76,8 +76,8 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return how many tokens of this level are served before a new request of the tenant ends, if the tenants take
-        turns. The result includes the `cost` of the new request."""
+        """Return how many tokens of this level are served until a new request of the tenant has been served, if the
+        tenants take turns. The result includes the new request's own tokens (`cost`)."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
@@ -211,8 +211,8 @@ class AdmissionQueue:
             raise UnavailableError("The request waited too long in the queue.", 2.0, code="queue_timeout") from None
 
     def offer(self, entry: QueueEntry, now: float, *, may_refuse: bool = True) -> list[QueueEntry]:
-        """Grant the entry or queue it. If `may_refuse` is set, raises AdmissionRefusedError if the entry's predicted
-        wait is too long, or if the queue is full."""
+        """Grant the entry or queue it. With `may_refuse`, raise AdmissionRefusedError if the entry's predicted wait is
+        too long, or if the queue is full."""
         if not self._levels and self._fits(entry):
             self._grant(entry, now)
             return [entry]

@@ -70,8 +70,8 @@ class AdmittedRequest:
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
         self.prompt_node: NodeConnection | None = None  # the prefill node that computed the prompt, if any
         self.sharers = Counter[int]()  # see `LoadCharge`
-        # Set when sample 0's prompt is computed; other samples wait for this. If the client wants prompt logprobs, they
-        # also wait for sample 0's first token, which comes with the logprobs, because the client reads these first.
+        # Set when sample 0's prompt is computed; the other samples wait for this. If the client wants prompt logprobs,
+        # the event is set when these arrive with sample 0's first token, because the client reads them first.
         self.first_is_computed = asyncio.Event()
         self._queue = queue
         self._counts = counts

@@ -36,7 +36,7 @@ from shared.rpc.messages import SubmitRequest, pack_ids
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
 WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
-RETRY_PAUSE_S = 0.05  # delay of a retry for each attempt before the failed attempt, plus or minus 50 %
+RETRY_PAUSE_S = 0.05  # delay of a retry, times the number of attempts before the failed one; varies by 50 %
 NEWS_S = 0.2  # after a failure, wait at most this long for the router to notice that a node is lost
 SEED_STEP = 0x9E3779B97F4A7C15  # difference between the seeds of successive samples (golden ratio, as in splitmix64)
 COUNTS = (
@@ -71,7 +71,7 @@ class Dispatcher:
         self._placements = Counter[str]()  # number of attempts, by the reason of their placement
         self._retry_budget = RetryBudget()
         self.adapter_requests = Counter[str]()  # number of requests in progress, by their LoRA adapter's digest
-        self.arrivals = SlidingCounts()  # what reached the queue, for `ScalingSignals`
+        self.arrivals = SlidingCounts()  # tokens and samples that reached the queue, for `ScalingSignals`
 
     def ready(self, role: str = "") -> bool:
         """Return whether any node of the role takes requests. If `role` is "", nodes of both roles count."""
@@ -265,7 +265,7 @@ class Dispatcher:
             attempt.begin(source, sibling)
             return
 
-        # All tokens of a sample must come from one version, and all samples of a request if nodes with it are left.
+        # All tokens of a sample must come from one model version; all samples of a request do too, if possible.
         has_tokens = any(each.tokens for each in admitted.samples)
         wanted = [attempt.sample.version] if attempt.sample.tokens else [request.version] * has_tokens + [ANY_VERSION]
         spans = [MediaSpan(one.offset, one.rows, one.columns, one.digest) for one in request.media]

@@ -34,7 +34,7 @@ class RetryBudget:
         self._level = min(self._level + RETRY_SHARE, RETRIES_PER_S * BURST_S)
 
     def take(self, now: float) -> float:
-        """Return the seconds to wait before one more retry. Raises UnavailableError if the wait would be too long."""
+        """Charge a retry, and return the seconds to wait before it. Raises UnavailableError if the wait is too long."""
         passed_s, self._now = max(0.0, now - self._now), now
         self._level = min(self._level + passed_s * RETRIES_PER_S, RETRIES_PER_S * BURST_S)
         wait_s = max(0.0, 1.0 - self._level) / RETRIES_PER_S
@@ -98,9 +98,9 @@ class Failover:
         """Record that a node crashed while it computed the request. Raises RequestError if the request is the likely
         cause.
 
-        The request is the likely cause after two crashes without a token in between, or after three if the first two
-        happened at about the same time. If a node comes back in the same incarnation, only its connection was lost, so
-        the node no longer counts as crashed."""
+        The request is the likely cause after two crashes, or after three if the first two happened at about the same
+        time. If the crashed node had generated a token in this attempt, the count starts again at 0. If a node comes
+        back in the same incarnation, only its connection was lost, so the node no longer counts as crashed."""
         if attempt.produced_by(node):
             self._crashed = []
             return

@@ -75,7 +75,7 @@ class Admin:
         return note
 
     def _find(self, name: str) -> tuple[NodePool, NodeConnection]:
-        """Return the live node with this name, and the pool of its model. Raises RequestError if there is none."""
+        """Return the pool and the connection of the live node with this name. Raises RequestError if there is none."""
         for pool in self._pools:
             connection = pool.connections.get(name)
             if connection is not None and connection.is_alive:

@@ -189,7 +189,7 @@ class CompletionsApi:
         formatter = ResponseFormatter(output, body, self.generation.tokenizer, model, created)
         async with self.generation.deltas(output, reply) as deltas:
             async for choice, delta in deltas:
-                if body.stream and delta.is_first and choice.prompt.logprobs:  # of an echo, which may be long
+                if body.stream and delta.is_first and choice.prompt.logprobs:  # an echoed prompt may be long
                     tenant = reply.identity.tenant
                     await reply.events(await THREADS.run(tenant, formatter.events, choice, delta))
                 elif body.stream:

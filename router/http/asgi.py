@@ -61,7 +61,7 @@ def label_of(scope: Scope) -> str:
 
 
 def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
-    """Return a request's deadline, or None if it has no deadline. The clock is that of `arrived`.
+    """Return a request's deadline on the clock of `arrived`, or None if the request has no deadline.
 
     The header `x-request-timeout` sets a timeout in seconds. `longest_s` is both the maximum and the default of this
     timeout; if it is 0, there is no default and the maximum is a day. Raises RequestError if the header is invalid.

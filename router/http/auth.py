@@ -55,7 +55,7 @@ class ApiKeys:
         self._logged = ""  # the error that was logged last; "" once the file is readable again
 
     def identify(self, key: bytes) -> Identity | None:
-        """Return the owner of a key, or None if it is invalid. The time taken does not depend on the key."""
+        """Return the owner of a key, or None if the key is invalid. The call's duration does not depend on the key."""
         if (now := self._clock()) - self._looked >= LOOK_S:
             self._looked = now
             self._reload()

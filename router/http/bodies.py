@@ -115,8 +115,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises RequestError if `raw` is not one. A BOM, NaN, trailing bytes, duplicate names
-    and lone surrogates are rejected. The caller limits the size of `raw`, and the interpreter limits the nesting."""
+    """Parse `raw` as a JSON object. Raises RequestError if `raw` is anything else, or if it has a BOM, NaN, trailing
+    bytes, duplicate names or lone surrogates. The caller limits the size, and the interpreter limits the nesting."""
     try:
         text = raw.decode("utf-8")
         value = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)

@@ -1,9 +1,9 @@
 """One client's HTTP/1.1 connection: uvicorn's protocol class with limits on the size and the duration of requests.
 
 This module subclasses `HttpToolsProtocol`, which is not a documented interface of uvicorn. It adds a timeout for a
-request's head, bounds on headers and chunk framing, a limit on connections that closes idle connections first, and a
-drain that still answers requests in transit. tests/router/test_bad_input.py checks these additions, which no public
-options of uvicorn 0.54, Hypercorn 0.18 or Granian 2.8 provide. docs/decisions.md has the measurements.
+request's head, bounds on headers and chunk framing, a limit on connections (idle connections are closed first), and a
+drain that answers requests in transit. tests/router/test_bad_input.py checks these additions. No public options of
+uvicorn 0.54, Hypercorn 0.18 or Granian 2.8 provide them. docs/decisions.md compares these servers.
 
 If a client exceeds a limit, `HttpConnection` sends an error in the API's format and closes the connection. It sends no
 error if the client could mistake this error for the response to another request.
@@ -29,7 +29,7 @@ from shared.errors import BatonError, RequestError, UnavailableError
 LINE_BYTES, HEAD_BYTES, MAX_HEADERS = 8 << 10, 32 << 10, 100
 PIECE_BYTES = 8 << 10  # number of bytes parsed at a time; a limit may be exceeded by up to this number
 MAX_CHUNKS = 10_000
-FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # limits on the bytes of chunk headers and trailers
+FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # limit of chunk headers and trailers: a base, and more per chunk
 MAX_PIPELINED = 16  # maximum number of parsed requests that wait for earlier responses; further bytes are parsed later
 UNSENT_BYTES = 64 << 10  # maximum number of bytes that are collected for one system call
 CLOSE_S = 30.0  # how long a client may take to read the last response
@@ -53,8 +53,8 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class IdleConnections:
-    """One server's connections that wait for a request, oldest first. If there are too many connections, the
-    server closes idle ones to admit new ones. It first closes those that never sent a request."""
+    """One server's connections that wait for a request, oldest first. If there are too many connections, the server
+    closes one of these to admit a new connection. Connections that never sent a request are closed first."""
 
     is_draining: bool = False  # if set, each connection closes after its next response
     silent: dict["HttpConnection", None] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class IdleConnections:
 
 
 def raise_fd_limit(connections: int) -> int:
-    """Raise the limit of file descriptors for `connections` connections. Return how many connections it then allows."""
+    """Raise the limit of file descriptors to allow `connections` connections. Return how many the new limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -163,7 +163,7 @@ class HttpConnection(HttpToolsProtocol):
             flow.resume_reading()
 
     def _take(self, piece: bytes) -> None:
-        """Parse a piece of the received bytes. Raises RequestError if it is not valid HTTP or exceeds a limit."""
+        """Parse a piece of the received bytes. Raises RequestError if they are not valid HTTP or exceed a limit."""
         was_in_head, was_in_body, self._num_body_bytes = self._in_head, self._in_body, 0
         try:
             self.parser.feed_data(piece)
@@ -244,8 +244,8 @@ class HttpConnection(HttpToolsProtocol):
         self._watch()
 
     def write(self, data: bytes) -> None:
-        """Write the data after the tasks that are ready now have run, so that tokens of one response that arrived
-        together need a single system call."""
+        """Collect the data, and write it when all tasks that are ready have run. Tokens of one response that arrived
+        together then need a single system call."""
         if not self._unsent:
             self.loop.call_soon(self._flush)
         self._unsent += data
@@ -289,8 +289,8 @@ class HttpConnection(HttpToolsProtocol):
             self.loop.call_soon(self._parse)
 
     def shutdown(self) -> None:
-        """Drain: answer requests that have begun, then close. Close an idle connection at once. If it has not received
-        any request, keep it open for `drain_s`, because the first request may be on its way and would otherwise fail.
+        """Drain: answer requests that have begun, then close. If all requests were answered, close at once. If no
+        request has arrived yet, wait for `drain_s`, because a request on its way would otherwise fail.
         """
         if self._under_way:
             self._under_way[-1].keep_alive = False

@@ -138,7 +138,7 @@ class OutputProcessor:
         return added
 
     def _add(self, added: TextDelta, text: str) -> bool:
-        """Add a token's text, and return whether the token is reasoning. Markers of the reasoning are not reasoning."""
+        """Add a token's text, and return whether the token is reasoning. The markers do not count as reasoning."""
         added.text += text
         if added.parts is None or self._parser is None:
             return False

@@ -213,7 +213,7 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of an item, which stays as it is when the item changes."""
+    """Return a copy of an item. The copy does not change when the item changes."""
     return {key: [*value] if isinstance(value, list) else value for key, value in item.items()}
 
 

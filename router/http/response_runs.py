@@ -1,8 +1,8 @@
 """Generates stored responses, and lets any number of clients follow them.
 
 A run is a task that generates one response, and holds the response's lease. It appends each delta to the log in the
-store. Clients never read from the run itself, but replay this log. A client of any router therefore gets the same
-events, before and after another router takes the response over.
+store. Handlers do not read from the run. For each client, they replay the log. A client of any router therefore gets
+the same events, before and after another router takes the response over.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ log = logging.getLogger("baton.responses")
 Result = TypeVar("Result")
 # If the store does not answer, a call is repeated every STORE_PAUSE_S seconds, for up to STORE_PATIENCE_S seconds.
 STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0
-TAKEN_AT_ONCE = 16  # maximum number of responses for which the store is asked at once
+TAKEN_AT_ONCE = 16  # maximum number of responses that are taken over at once
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class RequestSlots:
             del self.by_tenant[tenant]
 
     def is_over_limit(self, tenant: str) -> bool:
-        """Return whether a request of the tenant, which has taken its slot, is to be refused."""
+        """Return whether to refuse a request of the tenant. The request must have taken its slot."""
         return self.used > self.limit and self.by_tenant[tenant] * len(self.by_tenant) > self.limit
 
 
@@ -242,7 +242,7 @@ class ResponseRuns:
         name = run.stored.id
         if run.is_background:
             self._slots.take(run.stored.tenant)
-        if (earlier := self._tasks.get(name)) is not None:  # lost its lease while this router was frozen
+        if (earlier := self._tasks.get(name)) is not None:  # it lost its lease while this router was frozen
             earlier.cancel()
         task = self._group.start(self._generate(run))
         self._tasks[name], self._owners[name] = task, run.owner
@@ -305,8 +305,8 @@ class ResponseRuns:
             await asyncio.sleep(LEASE_S / 4)
 
     async def _take_over(self) -> None:
-        """Take over responses whose lease has expired. Take a few at a time, because their new leases are renewed only
-        once the responses run, and must not expire before."""
+        """Take over responses whose lease has expired. Take over a few at a time: a new lease is renewed only once its
+        response runs, and must not expire before that."""
         while True:
             names: list[str] = []
             limit = min(TAKEN_AT_ONCE, self._slots.limit - self._slots.used)

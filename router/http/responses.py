@@ -17,12 +17,12 @@ from router.text.tool_parser import AnswerPart, call_id
 from shared.rpc.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"
-LONG_LIST = 512  # a longer list is encoded 64 items at a time; a response has at most this many choices
+LONG_LIST = 512  # a longer list is encoded 64 items at a time; `choices` is never longer (64 prompts, 8 samples)
 FLOOR = -9999.0  # replaces lower logprobs, as in vLLM, because JSON has no -Infinity
 
 
 def dump(value: object) -> str:
-    """Return compact JSON in ASCII, because some clients also split lines at the characters U+2028 and U+0085."""
+    """Return compact JSON in ASCII. Unescaped, U+2028 and U+0085 would end a line in the parsers of some clients."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -162,7 +162,7 @@ class ResponseFormatter:
         )
 
     def ending(self) -> bytes:
-        """Return the event that ends the stream, after an event with the usage if the client requested this event."""
+        """Return the event that ends the stream. If the client requested the usage, an event with it comes first."""
         if not self._body.stream_options.include_usage:
             return DONE
         return event(self._envelope | {"choices": [], "usage": self.usage()}) + DONE
@@ -181,7 +181,7 @@ class ResponseFormatter:
 
     def encoded_answer(self) -> bytes:
         """Return the whole response as JSON. With logprobs of a long prompt, this takes seconds, so callers run it on a
-        thread, where it does not hold the interpreter lock for long."""
+        thread. It never holds the interpreter lock for long."""
         return dump_in_parts(self.answer()).encode()
 
     def _whole_choice(self, choice: OutputProcessor) -> dict[str, Any]:

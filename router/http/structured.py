@@ -1,6 +1,6 @@
 """The parameters that constrain an answer: OpenAI's `response_format` and vLLM's `structured_outputs`.
 
-A constraint is enforced exactly or refused with the reason; it is never looser than what the client asked for.
+A constraint is enforced exactly, or refused with the reason. It is never looser than what the client asked for.
 """
 
 import json

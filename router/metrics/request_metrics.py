@@ -122,7 +122,7 @@ class Buckets:
 
 
 class SlidingCounts:
-    """The number of times that each key was added in the last minute. Counts expire in slices of `slice_s` seconds."""
+    """For each key, the sum of what was added in the last minute. Counts expire in slices of `slice_s` seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, slice_s: float = SLICE_S) -> None:
         self._clock = clock

@@ -23,7 +23,7 @@ NEW_S = 60.0  # the step-time models of nodes younger than this are used only if
 
 @dataclass(eq=False)
 class ScalingSignals(Collector):
-    """Computes at each scrape how many nodes are needed, from the queue, the pool and the arrivals of the last minute.
+    """Computes how many nodes are needed, from the queue, the pool and the arrivals of the last minute.
 
     `arrivals` counts the prompt tokens that arrive ("prompt"), the prompt tokens found in a prefix cache ("cached"),
     and the samples that arrive ("samples").

@@ -54,7 +54,7 @@ class AdapterSync:
         if not nodes:
             raise UnavailableError("No node is ready to load an adapter; try again soon.", code="starting")
         was_unloaded = name in self._pool.unloaded
-        self._pool.unloaded.discard(name)  # or `_follow` would unload it again from nodes that load it before others
+        self._pool.unloaded.discard(name)  # otherwise, `_follow` would unload it from the first nodes that load it
         errors = await asyncio.gather(*(self._set(each, name, directory) for each in nodes))
         if failed := [f"Node {node.info.id}: {text}." for node, text in zip(nodes, errors, strict=True) if text]:
             await asyncio.gather(*(self._set(each, name) for each, text in zip(nodes, errors, strict=True) if not text))

@@ -20,7 +20,7 @@ MAX_COMMAND_BYTES = 4 << 20
 CLOSED = "The connection was closed without notice, as when the process ends."
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `pass_interval`
-UNUSED_INTERVALS = 3 * LIVENESS_INTERVALS  # limit for nodes without requests of this router, which report less often
+UNUSED_INTERVALS = 3 * LIVENESS_INTERVALS  # limit for a node without requests of this router: it reports less often
 
 
 class ModelVersion(NamedTuple):
@@ -46,7 +46,7 @@ class DeltaListener(Protocol):
 
 
 class NodeConnection:
-    """The stream to one incarnation of a node. The connection opens a new stream whenever the stream ends.
+    """The stream to one incarnation (one start) of a node. If the stream ends, the connection opens a new stream.
 
     The pool creates the connection, and runs `run` as a task. All methods run on the router's event loop. Each
     `Attempt` sends its request with `submit`, stops it with `abort`, and receives its deltas as a `DeltaListener` until
@@ -83,7 +83,7 @@ class NodeConnection:
         self._observer = observer
         self._wants_records = wants_records
         self._has_asked = self._wants_records(info.id)  # whether the node was asked to send its records
-        # Whether the node was last informed that this router has requests on it, and that it knows of the node's drain.
+        # The last values sent to the node: whether this router has requests on it, and knows that the node drains.
         self._has_requests = self._has_seen_drain = False
         self._command = self._new_command()
         self._wake = asyncio.Event()
@@ -163,8 +163,8 @@ class NodeConnection:
         )
 
     def _inform(self) -> None:
-        """Inform the node if this router has placed the first request on it, if the last one has ended, or if this
-        router has learnt that the node drains. After the first request, the node reports at once."""
+        """Inform the node if this router's first request was placed on it, if the last request on it has ended, or if
+        this router has learnt that the node drains. After the first request, the node reports at once."""
         has_requests, is_draining = bool(self.listeners), self.is_draining
         if has_requests is not self._has_requests:
             self._command.has_requests = self._has_requests = has_requests
@@ -176,7 +176,7 @@ class NodeConnection:
             self._wake.set()
 
     def _inform_draining(self) -> None:
-        """If the last request has ended on a node that drains, inform the node at once, because it waits for this."""
+        """Inform a draining node at once when its last request has ended, because its drain waits for this message."""
         if not self.listeners and self.is_draining:
             self._inform()
 
@@ -231,7 +231,7 @@ class NodeConnection:
 
     def pass_interval(self) -> None:
         """End the stream if no message has arrived within the node's timeout, or within three timeouts if the node has
-        no requests of this router. Called LIVENESS_INTERVALS times within the timeout.
+        no requests of this router. The pool calls this method LIVENESS_INTERVALS times per timeout.
 
         The timeout consists of several intervals, so that a stall of this process counts as a single interval. Messages
         that arrived during the stall are processed before the next interval ends.
@@ -252,8 +252,8 @@ class NodeConnection:
     # ---- from the node ------------------------------------------------------------------------------------------
 
     def process(self, update: NodeUpdate) -> None:
-        """Process a message. Raises ValueError if the message is malformed or comes from another node; this ends the
-        stream."""
+        """Process a message. Raises ValueError if the message is malformed or comes from another node. The error ends
+        the stream."""
         if update.stats is not None and update.stats.incarnation_id not in {"", self.info.incarnation_id}:
             raise ValueError("another node, or another incarnation of this node, answers at its address")
         if update.stats is not None or update.steps or update.events:

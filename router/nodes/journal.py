@@ -51,8 +51,8 @@ class NodeJournal:
     """Records and logs each change of a node once.
 
     The node pool owns the journal, and calls it on the event loop when a connection or the registry changes.
-    A lost node is kept for ten minutes, and a node that left as planned for one minute, unless the node comes back. A
-    node that never connected is not kept.
+    The journal keeps a lost node for ten minutes, and a node that left as planned for one minute, unless the node comes
+    back. It does not keep a node that never connected.
     """
 
     def __init__(self, clock: Callable[[], int] = now_ns) -> None:
@@ -60,7 +60,7 @@ class NodeJournal:
         self._clock = clock
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._num_events = 0
-        self._presences: dict[str, NodePresence] = {}  # by node
+        self._presences: dict[str, NodePresence] = {}  # by node id
         self._problem, self._problem_ns = "", 0
         self._num_ready = Counter[str]()
 

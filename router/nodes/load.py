@@ -98,7 +98,7 @@ class NodeLoad:
 
 class LoadCharge:
     """The load that one attempt adds to its nodes. The load includes the prompt's tokens until the prompt is computed,
-    and the tokens of the KV until the attempt ends. Attempts of one request share the KV of its prompt."""
+    and the tokens of the KV until the attempt ends. Attempts of one request on one node share the prompt's KV."""
 
     def __init__(
         self, prefill: NodeLoad | None, decode: NodeLoad, num_tokens: int, cached: int, may_add: int,

@@ -129,7 +129,7 @@ class RoutableNodes(Generic[Routable]):
         return PlacementCandidate(placement, hashes, cached.get(placement.prefill or placement.decode, 0))
 
     def _views(self, identity: str, nodes: Sequence[Routable], matches: Sequence[str]) -> list[NodeView]:
-        """Return the nodes that a decision considers: a few nodes, and the node with the longest cached prefix."""
+        """Return views of the nodes to consider: a few nodes, and the first node in `matches` that may be chosen."""
         known = (self._by_name[name] for name in matches if name in self._by_name)
         role = nodes[0].info.role if nodes else ""
         is_whole = nodes is self.prefill or nodes is self.decode

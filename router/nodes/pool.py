@@ -67,7 +67,7 @@ class NodePool:
         self._observer = observer
         self._on_capacity = on_capacity
         self.connections: dict[str, NodeConnection] = {}  # by node id
-        self.adapters: dict[str, str] = {}  # digests of the LoRA adapters of all nodes, also of lost ones, by name
+        self.adapters: dict[str, str] = {}  # digests of the LoRA adapters of all nodes, including lost nodes, by name
         self.has_met_nodes = False  # whether any node has joined since the router started
         self.has_been_ready = False  # whether any node has been ready since the router started
         self.unloaded: set[str] = set()  # names of adapters that no request may use, although nodes may have them
@@ -299,7 +299,7 @@ class NodePool:
         return [group for group in groups if not group.missing_role]
 
     def _without_outliers(self, connections: list[NodeConnection], fingerprint: str) -> list[NodeConnection]:
-        """Return the nodes with this fingerprint that are not ejected, or all of them if every one is ejected."""
+        """Return the nodes with this fingerprint that are not ejected. If all of them are ejected, return them all."""
         now = time.monotonic()
         group = [each for each in connections if each.info.fingerprint == fingerprint]
         return [each for each in group if not self.outliers[each.info.id].is_ejected(now)] or group
@@ -324,7 +324,7 @@ class NodePool:
         media: Sequence[MediaSpan] = (),
         max_len: int = 0,
     ) -> PlacementCandidate | None:
-        """Choose the nodes for a sequence of tokens, or return None if no node is routable.
+        """Choose the nodes for the token sequence `row`, or return None if no node is routable.
 
         Nodes in `avoid` are chosen only if no other node can generate. `prefix_node` is chosen as the prefill node if
         it is routable, because it has the KV of the prefix. If `adapter` is given, only nodes with this adapter are

@@ -6,7 +6,7 @@ import re
 
 from router.text.tokenizer import Tokenizer
 
-PROMPT_END = 16  # number of tokens at the end of a prompt in which the markers of the reasoning are searched
+PROMPT_END = 16  # number of tokens at the end of a prompt that are searched for the markers of the reasoning
 LEXEMES = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n]{0,4}/\n"
 
 

@@ -105,7 +105,7 @@ class ChatTemplate:
         self.source = source
         # Phi-4-mini's template does not read the variable `tools`, but reads JSON from `tools` of the system message.
         self._reads_message = "message['tools']" in source and not re.search(r"(?<!['\"\w.])tools\b", source)
-        # The first templates of DeepSeek R1 and its distilled models do not show both the content and the calls.
+        # The first templates of DeepSeek R1 and its distilled models show a message's content or its calls, not both.
         self._splits_calls = "message['role'] == 'assistant' and message['content'] is not none" in source
         self._tokens = tokens
         self._special = re.compile(longest_of({name for name in special if name}) or "(?!)")  # "(?!)" matches nothing
@@ -199,7 +199,7 @@ def _without_content(message: Message) -> list[Message]:
 
 class CallArguments(dict[str, Any]):
     """The arguments of an earlier call. Most templates expect an object, but those of DeepSeek and Apertus concatenate
-    the arguments with strings. In a string, the arguments are JSON."""
+    the arguments with strings. Concatenation converts the arguments to JSON."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)

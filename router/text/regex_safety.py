@@ -2,7 +2,7 @@
 
 The tokenizer's regex engine backtracks in uninterruptible native code. For example, `(a+)+b` can take 3 s for 500
 characters, and hours for a megabyte. A pattern is rejected if a group that repeats without bound contains alternatives
-or another unbounded repeat, or if the pattern has syntax that this check does not parse.
+or another unbounded repeat. It is also rejected if it has syntax that this check does not parse.
 """
 
 import json
@@ -42,7 +42,7 @@ def check_patterns(tokenizer: tokenizers.Tokenizer) -> None:
 def may_backtrack_exponentially(pattern: str) -> bool:
     """Return whether a group repeats without bound and contains alternatives or another unbounded repeat."""
     open_groups = [False]  # for each open group: whether it contains alternatives or an unbounded repeat so far
-    closed: bool | None = None  # the former entry in `open_groups` of a group that ended at the previous piece, or None
+    closed: bool | None = None  # if a group ended at the previous piece, its last value in `open_groups`
     class_depth = 0
     for piece in PIECE.finditer(pattern):
         text, ended, closed = piece[0], closed, None

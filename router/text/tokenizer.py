@@ -116,10 +116,10 @@ class Tokenizer:
 
         If the conversation has images, `image_markers` is the value of `ImageRules.markers`.
 
-        If a message contains the name of a special token, the name is encoded as plain text: `ChatTemplate.render`
-        returns the offsets of such names, and a special token at one of these offsets is replaced by the ids of its
-        name as plain text. The ids of the other text do not change, because the tokenizer first splits the text at
-        special tokens.
+        If a message contains the name of a special token, the name is encoded as plain text. `ChatTemplate.render`
+        returns the offsets of such names. A special token at one of these offsets is replaced by the ids of its name as
+        plain text. The ids of the other text do not change, because the tokenizer first splits the text at special
+        tokens.
         """
         if self._template is None:
             raise RequestError("This model has no chat template; use /v1/completions.", "messages")

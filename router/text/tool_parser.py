@@ -34,7 +34,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {"string": str, "integer": int, "num
 KINDS |= {"array": list, "object": dict, "null": type(None)}
 KIMI_ID, MISTRAL_ID = re.compile(r"functions\.[\w.-]+:([0-9]{1,6})"), re.compile("[A-Za-z0-9]{9}")
 CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's constants, which some models write in Python calls
-PYTHON_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # raised when such text is parsed
+PYTHON_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # raised by parsing bad Python text
 PYTHON_STRING = re.compile(r"""'(?:\\.|[^'\\])*(?:'|\\?\Z)|"(?:\\.|[^"\\])*(?:"|\\?\Z)""", re.DOTALL)
 Step = Generator[None, None, None]  # a reader: yields to wait for more text; raises SyntaxBrokenError on a syntax error
 
@@ -157,7 +157,7 @@ class AnswerParser:
         self._kind, self._space, self._strips = kind, "", True
 
     def _call(self, name: str) -> None:
-        """Begin a call, because its name is complete. Such a call never becomes content, even if it is malformed."""
+        """Begin a call whose name is complete. Such a call never becomes content, even if it is malformed."""
         self._kept = None
         self._switch("content")
         self._num_calls += 1

@@ -282,7 +282,7 @@ class Settings(BaseModel):
 
 
 class CommonSettings(Settings):
-    """Every process"""
+    """The settings that routers and all nodes have."""
 
     model: str = setting("", "Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.")
     served_model_name: str = setting("", "Model name in the API.", "the hub id, or the name of the model directory")
@@ -308,7 +308,7 @@ class CommonSettings(Settings):
 
 
 class ServingSettings(CommonSettings):
-    """The router"""
+    """The settings of a process that serves the API."""
 
     host: Host = setting("127.0.0.1", "Address that the OpenAI API listens on.")
     port: Port = setting(8000, "Port of the API; 0: any free port.")
@@ -414,7 +414,7 @@ class ServingSettings(CommonSettings):
 
 
 class ComputingSettings(CommonSettings):
-    """The nodes. Settings that vLLM also has are named as in vLLM."""
+    """The settings of a node that computes. Settings that vLLM also has are named as in vLLM."""
 
     device: Device = setting("auto", "Device that the node computes on.", "a GPU if there is one, else the CPU")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -516,11 +516,11 @@ class ComputingSettings(CommonSettings):
 
 
 class RouterSettings(ServingSettings):
-    """This router"""
+    """The settings of a router process."""
 
 
 class JoiningSettings(CommonSettings):
-    """A process that joins a cluster as a node"""
+    """The settings of a process that joins a cluster as a node."""
 
     id: LabelOrNone = setting("", "Unique name.", "ROLE-HOST in a container, ROLE-HOST-PID otherwise")
     host: Host = setting("127.0.0.1", "Address that the node listens on for RPCs.")
@@ -537,14 +537,14 @@ class JoiningSettings(CommonSettings):
 
 
 class NodeSettings(ComputingSettings, JoiningSettings):
-    """This node"""
+    """The settings of a node process."""
 
     kv_host: HostOrNone = setting("", "Address for KV over tcp.", "the same as --host")
     kv_port: Port = setting(0, "Port for KV over tcp.", "any free port")
 
 
 class EngineSettings(Settings):
-    """External servers"""
+    """The settings for external vLLM and SGLang servers."""
 
     engine_api_key_file: str = setting("", "File with the API key of the vLLM or SGLang servers.", "no key")
     engine_kind: Literal["vllm", "sglang"] = setting("vllm", "Kind of the vLLM or SGLang servers.")
@@ -554,7 +554,7 @@ class EngineSettings(Settings):
 
 
 class ProxySettings(JoiningSettings, EngineSettings):
-    """This proxy node"""
+    """The settings of a proxy node, whose engine is an external server."""
 
     needed: ClassVar[tuple[str, ...]] = ("model", "engine")
 
@@ -573,7 +573,7 @@ class ProxySettings(JoiningSettings, EngineSettings):
 
 
 class PickerSettings(Settings):
-    """This endpoint picker"""
+    """The settings of an endpoint picker."""
 
     needed: ClassVar[tuple[str, ...]] = ("routers",)
 
@@ -640,7 +640,7 @@ def _refuse_misspelt(kind: type[Settings], environment: Mapping[str, str]) -> No
 
 
 def _describe(kind: type[Settings], error: ValidationError, sources: Mapping[str, str]) -> str:
-    """Describe the first error in one line."""
+    """Return one line that describes the first error."""
     first = error.errors(include_url=False)[0]
     is_ours = first["type"] == "value_error"
     words = str(first["ctx"]["error"]) if is_ours else first["msg"].replace("Input should be", "must be")
@@ -655,7 +655,7 @@ def _describe(kind: type[Settings], error: ValidationError, sources: Mapping[str
 
 
 def hide_password(text: str) -> str:
-    """Hide the password or token in a URL, or in text that resembles a URL. Errors quote even invalid values."""
+    """Replace the password or token in a URL with ***. `text` may be malformed, because errors quote invalid values."""
     hidden = re.sub(r"(://[^:@]*:).+@", r"\1***@", text, flags=re.DOTALL)
     hidden = re.sub(r"://[^:@/]+@", "://***@", hidden)
     return re.sub(r"([?&]password=)[^&#]+", r"\1***", hidden)

@@ -36,7 +36,7 @@ VERSION = 3
 HELLO = struct.Struct("<4sHxxI32s32s16s")
 ANSWER = struct.Struct("<4sHH")  # magic, version, verdict
 MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host; bounded, because each connection has a thread
-MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one; further ones may be broken, until their loss is detected
+MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one connection; others may be lost ones that still count as open
 
 Memory = TypeVar("Memory", bound=KVMemory)
 
@@ -83,7 +83,7 @@ def pack_greeting(
 
 
 def check_answer(data: bytes) -> None:
-    """Check `data`, the answer to a greeting. Raises ChannelError if it does not admit the writer."""
+    """Check `data`, the answer to a greeting. Raises ChannelError if the answer does not admit the writer."""
     if len(data) != ANSWER.size:
         raise PeerLostError("the peer closed the connection during the greeting")
     magic, version, verdict = ANSWER.unpack(data)
@@ -144,7 +144,7 @@ class ChannelListener:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the attributes below
         self._threads: dict[socket.socket, threading.Thread] = {}
-        # The number of open connections from each address and, once they are admitted, of each writer (incarnation id).
+        # The number of open connections from each address, and of admitted connections of each writer (incarnation id).
         self._num_open: Counter[str] = Counter()
         self._fenced: set[str] = set()
         self._closing = False
@@ -164,7 +164,7 @@ class ChannelListener:
         self._server.close()
 
     def fence_writer(self, incarnation_id: str) -> bool:
-        """Refuse connections of this writer from now on. If it is connected, do nothing and return False."""
+        """Refuse connections of this writer from now on, and return True. If it is connected, only return False."""
         with self._lock:
             if not self._num_open[incarnation_id]:
                 self._fenced.add(incarnation_id)
@@ -274,7 +274,7 @@ class _Peer:
         return self.lost or (self._link is not None and hung_up(self._link.socket))
 
     async def push(self, reservation_id: bytes, source: Sequence[int], target: Sequence[int]) -> None:
-        """Push the rows after all earlier pushes. If cancelled, return only when nothing is being written any more."""
+        """Push the rows after all earlier pushes. A cancelled call ends only when nothing is being written any more."""
         stop = threading.Event()
         call = self._thread.submit(self._run, reservation_id, source, target, stop)
         pushing = asyncio.wrap_future(call)
@@ -331,9 +331,9 @@ class _Peer:
 class SocketChannel(Generic[Memory]):
     """The base class of channels over sockets (see KVChannel). Must be created on the event loop.
 
-    Each connection has a thread. The thread of a writer runs `_serve`, which receives rows. The thread of a peer
-    connects with `_link`, and then pushes rows, one push at a time. Here, `grant` only checks its arguments, and
-    `revoke` does nothing.
+    Each connection has a thread. The thread for a writer runs `_serve` until the connection ends. The thread for a peer
+    connects with `_link`, and then pushes rows, one push at a time. In this class, `grant` only checks its arguments,
+    and `revoke` does nothing.
     """
 
     name: str

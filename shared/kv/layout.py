@@ -31,7 +31,7 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """[num_blocks, kv_heads, layers, block_tokens, K and V, head_dim]."""
+        """The shape of the pool: [num_blocks, kv_heads, layers, block_tokens, 2 (K and V), head_dim]."""
         return self.num_blocks, self.kv_heads, self.layers, self.block_tokens, 2, self.head_dim
 
     @property
@@ -41,7 +41,7 @@ class KVLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """The size in bytes of a block's keys and values for one head in one layer. These bytes are contiguous."""
+        """The size in bytes of the keys and values of one head in one layer of a block. These bytes are contiguous."""
         return self.block_bytes // (self.kv_heads * self.layers)
 
     def describe(self) -> str:

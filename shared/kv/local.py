@@ -134,7 +134,7 @@ def private(directory: str | Path) -> Path:
     """Create the directory if needed, and return it. Raises OSError if other users can create files in it.
 
     Such users could create sockets there, to which writers would send prompts. A directory that belongs to root, such
-    as a mounted volume, is trusted.
+    as a mounted volume, is trusted unless it has the sticky bit, as /tmp does.
     """
     path = Path(directory)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

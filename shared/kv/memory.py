@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 Rows = NDArray[np.uint8]
 
 CHECKSUM_BYTES = 8
-# A process maps the memory of another one only if its size is sealed: access to a mapping of a truncated file raises
-# SIGBUS, which Python code cannot catch. F_SEAL_SEAL keeps a peer from adding a seal that prevents our writes.
+# A process maps the memory of another process only if the size of that memory is sealed. Access to a mapping of a
+# truncated file raises SIGBUS, which Python cannot catch. F_SEAL_SEAL keeps a peer from adding a seal against writes.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -30,7 +30,7 @@ class Staging(Protocol):
         """Return one buffer for each row, which the caller fills."""
 
     def write(self, rows: Sequence[int]) -> None:
-        """Copy the buffers that `room(rows)` returned to the rows, and wait until the copy is complete."""
+        """Copy the buffers from `room(rows)` into the rows, and wait until the copy is complete."""
 
     def close(self) -> None: ...
 

@@ -55,7 +55,7 @@ class _Mapping:
             count = end - start
             copied += count * row_bytes
             from_rows, to_rows = (slice(first, first + count) for first in (source[start], target[start]))
-            # Use no variables for the views, because a traceback would keep the variables, and thus the mapping.
+            # Use no variables for the views, because a traceback would keep them, and with them the mapping.
             self._theirs[to_rows] = self._ours[from_rows]
         if hung_up(self.socket):
             raise PeerLostError("the peer has ended")
@@ -65,7 +65,7 @@ class _Mapping:
 
     def close(self) -> None:
         self._theirs = np.empty((0, 0), np.uint8)  # unmaps
-        self.socket.close()  # must come last, because a closed connection shows the peer that we write no more
+        self.socket.close()  # must come last: the peer takes a closed connection as a sign that we write no more
 
 
 def attach(descriptor: PeerDescriptor, incarnation_id: str, patience_s: float) -> tuple[socket.socket, Rows]:

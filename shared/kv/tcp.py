@@ -31,8 +31,8 @@ from shared.kv.memory import KVMemory, Staging
 
 # A push consists of frames with rows and a last frame without rows. The receiver answers the last frame with an ACK.
 # A frame has a header, the row numbers as u32, and the bytes of the rows. The checksums of rows are sent by RPC. The
-# header has magic, version, number of rows, reservation id, bytes per row, and their CRC-32. Without the CRC, a
-# corrupted number of rows would make the receiver wait for rows that never arrive.
+# header has magic, version, number of rows, reservation id, bytes per row, and the CRC-32 of these fields. Without the
+# CRC, a corrupted number of rows would make the receiver wait for rows that never arrive.
 FRAME, FRAME_CHECK = struct.Struct("<4sHH16sI"), struct.Struct("<I")
 ACK = struct.Struct("<4sHxxII")  # magic, version, rows accepted, rows refused
 PATIENCE_S = 2.0
@@ -59,7 +59,7 @@ class _OpenRows:
 
 
 class TcpChannel(SocketChannel[KVMemory]):
-    """See KVChannel. A push fails if no byte is sent or received for `patience_s`."""
+    """See KVChannel. A push fails if no byte is sent or received for `patience_s` seconds."""
 
     name = "tcp"
     fenced = True
@@ -106,7 +106,7 @@ class TcpChannel(SocketChannel[KVMemory]):
             self.receive(connection, staging)
 
     def receive(self, connection: socket.socket, staging: Staging) -> None:
-        """Receive pushes until this ends with an exception. `connection` must be blocking, with a timeout.
+        """Receive pushes until an exception ends this call. `connection` must be a blocking socket with a timeout.
 
         Raises EOFError or OSError if the writer has ended or is silent during a push, and MalformedError if it violates
         the protocol.
@@ -229,7 +229,7 @@ class _Connection:
 
 
 def checked(head: bytes) -> bytes:
-    """Append the checksum to the header of a frame."""
+    """Return the header of a frame with its checksum appended."""
     return head + FRAME_CHECK.pack(crc32(head))
 
 

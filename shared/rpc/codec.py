@@ -1,11 +1,11 @@
 """The msgpack codec of the control plane: a dataclass is encoded as an array of its fields, in order.
 
-The last fields are omitted if they have their defaults; most tokens need three of their twelve fields. If the array is
-shorter than the dataclass, the missing fields take their defaults. If the array is longer, the extra fields are
-skipped. Therefore, processes of successive versions can exchange messages, as long as no default changes.
+A field is omitted if it and all fields after it have their defaults. Many `TokenDelta`s need 3 of their 12 fields. If
+the array is shorter than the dataclass, the missing fields take their defaults. If the array is longer, the extra
+fields are skipped. Therefore, processes of successive versions can exchange messages, as long as no default changes.
 
-The decoder follows the types of the fields, and raises `DecodeError`, which names the field, at the first value of
-another type. Only this module imports msgpack.
+The decoder raises `DecodeError`, which names the field, at the first value that does not have the type of its field.
+Only this module imports msgpack.
 """
 
 import types
@@ -19,7 +19,7 @@ import msgpack
 from grpclib.encoding.base import CodecBase
 
 MAX_MESSAGE_BYTES = 64 << 20  # enough for the images of a request; KV is not sent by RPC
-MAX_ITEMS = 1 << 20  # maximum number of items in all lists and maps of a message together
+MAX_ITEMS = 1 << 20  # maximum number of items of a message, in all its lists and maps together
 DATACLASS_ITEMS = 16  # a dataclass in a list counts as this many items, because it costs more to build
 MAX_FIELDS = 256  # maximum number of fields in one dataclass, including fields of later versions
 NIL = b"\xc0"
@@ -94,7 +94,7 @@ class _Source:
         self._items_left = MAX_ITEMS
 
     def count(self, header: Callable[[], int], cost: int, where: str, what: str) -> int:
-        """Read the header of a list or map, and return its length. Raises DecodeError if it has too many items."""
+        """Read the header of a list or map, and return its length. Raises DecodeError if it is too long."""
         try:
             number = header()
         except BAD_BYTES:

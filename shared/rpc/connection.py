@@ -35,8 +35,8 @@ from shared.rpc.codec import MAX_MESSAGE_BYTES, DecodeError, MessageCodec
 
 CODEC = MessageCodec()
 CONNECT_S = 5.0  # time limit for connecting to a peer, including the TLS handshake
-# A peer that is frozen or cut off does not close its connections. With these defaults, a client detects the loss of
-# such a peer after 2.0 to 2.6 s.
+# A peer that is frozen or cut off does not close its connections. With these defaults, a client notices such a peer
+# after 2.0 to 2.6 s.
 PING_S = 0.65
 ANSWER_S = 1.9
 IDLE_PINGS = 8  # with `pings_idle`, the interval between pings is IDLE_PINGS * PING_S
@@ -120,8 +120,8 @@ class PeerProtocol(H2Protocol):
     """One HTTP/2 connection, on the client or the server, from `connection_made` to `connection_lost`.
 
     Runs on the event loop. It pings the peer, and closes the connection when the peer violates the protocol or leaves a
-    ping unanswered for `answer_s`. In a server, `connections` contains all open connections of the server. A server
-    pings only while nothing arrives, and so does a client with `pings_idle`.
+    ping unanswered for `answer_s` seconds. A server, or a client with `pings_idle`, pings only while nothing arrives.
+    `connections` contains all open connections of a server, and is None in a client.
     """
 
     connection: RpcConnection
@@ -257,9 +257,9 @@ class CallHandler(AbstractHandler):
 class RpcChannel(grpclib.client.Channel):
     """A client's channel to `host:port`. The owner of the channel must close it.
 
-    The channel connects at the first call, and again at the next call after a connection was lost. It closes a
-    connection if the peer's certificate is not accepted or a ping is unanswered for `answer_s`. With `pings_idle`, it
-    pings less often, and only while nothing arrives. If `identity` is None, use this process's identity, if it has one.
+    The channel connects at the first call, and after a lost connection at the next call. It closes a connection if the
+    peer's certificate is not accepted, or if a ping is unanswered for `answer_s` seconds. With `pings_idle`, it pings
+    less often, and only while nothing arrives. By default, `identity` is the identity of this process, if it has one.
     """
 
     def __init__(

@@ -28,12 +28,12 @@ def unpack_ids(data: bytes) -> list[int]:
 
 @dataclass(slots=True)
 class ThinkingBudget:
-    """A limit on the reasoning at the beginning of an answer. Any token in `ends` ends the reasoning. If there was none
-    in the first `num_tokens` tokens of reasoning, the first token in `ends` is forced.
+    """A limit on the reasoning at the beginning of an answer. Any token in `ends` ends the reasoning. If the first
+    `num_tokens` tokens of reasoning contain no such token, the first token in `ends` is forced after them.
 
-    The reasoning begins at position `begin` of the prompt and the answer. If `begin` is -1, the answer has reasoning
-    only if one of its first tokens is `start`.
-    """
+    If the position `begin` is in the prompt, the reasoning begins there. Otherwise, it begins after the token `start`,
+    if this is one of the first tokens of the answer. If it is not, the reasoning begins at `begin`, counted from the
+    beginning of the prompt, or the answer has no reasoning if `begin` is -1."""
 
     num_tokens: int
     start: int
@@ -194,7 +194,7 @@ class NodeStats:
 
 @dataclass(slots=True)
 class StepRecord:
-    """The contents and durations of one step. `start_ns` is the node's Unix time. For pairs, see `cost.StepWork`."""
+    """The contents and durations of one step. `start_ns` is the node's Unix time. `cost.StepWork` explains pairs."""
 
     number: int
     start_ns: int  # start of the step's forward pass
@@ -226,13 +226,13 @@ class RequestEvent:
 
     The kinds of events, each with its meaning and the other fields that it sets:
     "queued"     the node accepted the request: serial (its number in step records), count = number of its tokens
-    "reserving"  `peer` reserved blocks: duration_us = time until its reply
+    "reserving"  `peer` reserved blocks or refused to: duration_us = time until its reply
     "transfer"   blocks were pushed to `peer`: count = number of blocks, bytes, channel, duration_us
     "committed"  `peer` acknowledged that it has all blocks: duration_us
     "received"   the decode node has all blocks, and the request may run there
-    "admitted"   the first step of the request on this node began: count = its tokens found in the prefix cache
+    "admitted"   the first step of the request on this node began: count = number of tokens found in the prefix cache
     "first"      the first token of the request on this node was sampled
-    "preempted"  its blocks were freed for another request; the KV of its tokens will be computed again
+    "preempted"  the blocks of the request were freed for another request; its KV will be computed again
     "ended"      the request ended on this node: reason = "stop", "length", "handed_off", "aborted", or an error
     """
 
@@ -296,7 +296,7 @@ class NodeListChange:
 @dataclass(slots=True)
 class EncodeRequest:
     """Node to node: reply with the features of an image, from its token `first` on. Only the first request for an image
-    needs its pixels."""
+    has to contain the pixels."""
 
     fingerprint: str
     image: Media
@@ -315,7 +315,7 @@ class EncodeReply:
 
 @dataclass(slots=True)
 class ReserveRequest:
-    """Prefill node to decode node: reserve blocks for the KV of this request. The reply waits for free blocks."""
+    """Prefill node to decode node: reserve blocks for the KV of this request. The reply may wait for free blocks."""
 
     request: SubmitRequest
     writer: str  # incarnation id of the prefill node
@@ -325,7 +325,7 @@ class ReserveRequest:
 @dataclass(slots=True)
 class ReserveReply:
     """The reserved rows. The decode node already has the first `num_held` blocks of the prompt. `targets` are the rows
-    for the rest of the prompt's data, in the order of `Geometry.landing_order` (shared pool: of `Geometry.borrow`)."""
+    for the rest of the prompt's data, in the order of `Geometry.landing_order` (shared pool: `Geometry.borrow`)."""
 
     reservation_id: bytes = b""
     num_held: int = 0
@@ -349,8 +349,8 @@ class PushedNotice:
 @dataclass(slots=True)
 class CommitRequest:
     """All rows of the reservation have been written. `checksums` has the checksums of the rows that no `PushedNotice`
-    covered. `current_state` is the index of the reserved recurrent state that holds the state after the prompt: 0, or
-    in a shared pool 0 or 1."""
+    covered. In a shared pool, two recurrent states are reserved, and `current_state` is the index (0 or 1) of the one
+    that holds the state after the prompt. Otherwise, it is 0."""
 
     reservation_id: bytes
     first_token: int
@@ -383,7 +383,7 @@ class RenewReply:
 class StopRequest:
     """The writer gives up the reservation and writes nothing more.
 
-    If the writer does not know the reservation id, `request` is the request's id instead.
+    If the writer does not know the reservation id, `reservation_id` is empty, and `request` is the id of the request.
     """
 
     reservation_id: bytes
@@ -395,9 +395,9 @@ class StopRequest:
 class AcceptRequest:
     """Proxy of a prefill engine to proxy of a decode engine: answer this request with the prefill engine's KV.
 
-    `params` is the JSON object with which the decode engine gets the prompt's KV from the prefill engine. It may be
-    used once, and the decode engine must sample the first token within `lease_ms`. If `first_token` is not negative,
-    the router already has this token, and the decode engine must sample the same token. If `first_token` is -2, the
+    `params` is the JSON object with which the decode engine gets the prompt's KV from the prefill engine. The decode
+    engine may use it once, and must sample the first token within `lease_ms` milliseconds. If `first_token` is not
+    negative, the router has this token, and the decode engine must sample the same token. If `first_token` is -2, the
     prefill engine is still computing the prompt, and its proxy later commits or stops the request. In that commit,
     `reservation_id` is the request's id.
     """
@@ -412,7 +412,7 @@ class AcceptRequest:
 class SetRoleRequest:
     """Router to node: become a "prefill" or a "decode" node. The reply is sent once the node has rejoined in that role.
 
-    Requests that still run after `drain_s` are retried on other nodes.
+    Requests that still run after `drain_s` seconds are retried on other nodes.
     """
 
     role: str
@@ -433,4 +433,4 @@ class SetAdapterRequest:
 @dataclass(slots=True)
 class Ack:
     error: str = ""
-    again: bool = False  # with `error`: whether the sender may repeat the last push once
+    again: bool = False  # if `error` is set: whether the sender may repeat the last push, once

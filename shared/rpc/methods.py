@@ -69,7 +69,7 @@ class Rpc(Generic[Request, Reply]):
 
     @asynccontextmanager
     async def open(self, channel: grpclib.client.Channel) -> AsyncIterator["ClientStream[Request, Reply]"]:
-        """Open a stream, and reset it when the `with` block ends."""
+        """Open a stream, and reset it when the `with` block ends. Raises the errors in PEER_FAILURES."""
         method = grpclib.client.StreamStreamMethod(channel, self.path, self.request, self.reply)
         async with method.open() as stream:
             try:
@@ -93,8 +93,8 @@ PEER_FAILURES = (
 
 
 def is_late(record: logging.LogRecord) -> bool:
-    """Return whether grpclib logs that the deadline of a call had passed when the call arrived. After a freeze of the
-    caller, this is no error of this process."""
+    """Return whether `record` reports a call whose deadline had passed when the call arrived. This happens after a
+    freeze of the caller, and is no error of this process."""
     error = record.exc_info[1] if record.exc_info else None
     is_expired = isinstance(error, asyncio.TimeoutError) and error.args == ("Deadline exceeded",)
     return is_expired and record.msg == "Timeout occurred"
@@ -163,7 +163,7 @@ class RpcServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self, timeout_s: float = 2.0) -> None:
-        """Stop listening and cancel all calls. Wait until they end, at most `timeout_s`, and close all connections."""
+        """Stop listening and cancel all calls. Wait until they end, at most `timeout_s`; then close all connections."""
         if self._server is not None:
             self._server.close()
         tasks = [task for each in self.connections for task in cast(CallHandler, each.handler).tasks.values()]

@@ -1,8 +1,8 @@
 """Mutual TLS between the processes of a cluster, and the signatures on their entries in Redis.
 
-One PEM file (or a directory in cert-manager's layout), which all processes have, is their identity and only trust root.
-A peer is a member of the cluster if that root signed the peer's certificate. Host names are not checked, because the
-addresses of nodes change with each start and all members have the same rights.
+Each process reads a PEM file, or a directory in cert-manager's layout, with its certificate, its key and the roots that
+it trusts. A peer is a member of the cluster if one of these roots signed the peer's certificate. Host names are not
+checked, because the addresses of nodes change with each start and all members have the same rights.
 """
 
 import base64
@@ -23,7 +23,7 @@ from shared.errors import ConfigError
 from shared.logs import peer_log
 
 HANDSHAKE_S = 4.0
-MAX_HANDSHAKES = 512  # maximum number of incomplete handshakes, because clients without a certificate can start them
+MAX_HANDSHAKES = 512  # limit on incomplete handshakes, which even clients without a certificate can start
 MAX_FILE_BYTES = 1 << 16
 PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z ]*PRIVATE KEY)-----([A-Za-z0-9+/=\s]+)-----END \1-----")
 REGISTRY_PURPOSE = b"baton registry 1"

@@ -84,7 +84,7 @@ def main() -> int:
     chosen = options.parse_args()
     documents = {"ours": openapi(Dashboard.queries)} | ({"OpenAI's": openai_document()} if OPENAI.is_file() else {})
     worst = 0
-    # The hash model gives no logprobs. The context is short, because some cases request all tokens that fit into it.
+    # The hash model gives no logprobs. The context is short, because some cases request as many tokens as possible.
     settings: dict[str, object] = {"runner": "torch", "max_model_len": 64}
     with cluster(prefill=1, decode=1, **settings) as running, tempfile.TemporaryDirectory() as directory:
         for name, document in documents.items():

@@ -55,7 +55,7 @@ def joined(events: list[Any]) -> dict[str, Any]:
 
 
 def summary(response: Any) -> Any:
-    """Return the parts that must be equal in both modes."""
+    """Return the parts of a response that must be equal in both modes."""
     kind = ";".join(response.headers.get("content-type", ()))
     if "event-stream" in kind:
         lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
@@ -64,7 +64,7 @@ def summary(response: Any) -> Any:
 
 
 def make_repeatable(case: Any) -> None:
-    """Make the request repeatable by a fixed seed. Anthropic's API has no seed, so its temperature is set to 0."""
+    """Give the request a fixed seed. Anthropic's API has no seed, so its requests get the temperature 0 instead."""
     if isinstance(case.body, dict) and case.path != "/v1/messages/count_tokens":
         if case.path == "/v1/messages":
             case.body["temperature"] = 0
@@ -107,9 +107,9 @@ def compare(document: Document, bases: list[str], cases: int) -> Counter[int]:
 
 
 def compare_modes(cases: int) -> dict[str, Counter[int]]:
-    """Compare both modes with requests from our document and from OpenAI's. Raises AssertionError on a difference."""
+    """Compare both modes with requests drawn from our document and OpenAI's. Raises AssertionError on a difference."""
     with ExitStack() as stack:
-        # The hash model gives no logprobs. The context is short, because some cases request all tokens that fit into it.
+        # The hash model gives no logprobs. The context is short, because some cases request as many tokens as possible.
         options: dict[str, Any] = {"runner": "torch", "max_model_len": 64}
         both = [stack.enter_context(cluster(prefill, 2 - prefill, **options)) for prefill in (1, 0)]
         urls, model = [each.url for each in both], both[0].model

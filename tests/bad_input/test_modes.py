@@ -1,4 +1,4 @@
-"""Test that both modes of clusters answer generated requests equally. `make schemathesis` tests more cases."""
+"""Test that both modes of a cluster give equal answers to generated requests. `make schemathesis` tests more cases."""
 
 from tests.bad_input.modes import compare_modes, joined
 

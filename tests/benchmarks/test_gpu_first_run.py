@@ -127,7 +127,7 @@ def test_invalid_flags_are_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would run here")
 def test_the_checks_run_without_the_plugins_of_the_project() -> None:
     scene = GpuScene(torch.device("cpu"), True)
-    sections = [script.SECTIONS[name](scene) for name in ("check_kernels", "check_runner")]  # recorded one by one
+    sections = [script.SECTIONS[name](scene) for name in ("check_kernels", "check_runner")]  # each has its own table
     rows: Any = [section.tables[0].rows[0] for section in sections]
     assert [row[0] for row in rows] == list(script.SUITES)
     assert all(row[1:3] == [0, 0] and row[3] > 20 and row[4] == "none" for row in rows)

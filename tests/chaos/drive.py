@@ -59,7 +59,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the matrix: one kind of fault. `lives` maps a process name to failpoints: one for each start."""
+    """A row of the matrix: one kind of fault. `lives` has, by process name, the failpoints of each start."""
 
     name: str
     what: str
@@ -69,8 +69,8 @@ class Row:
     channel: str = "shm"
     prefill: int = 2
     decode: int = 2
-    kind: str = ""  # kind of model and requests, as in `drive`
-    may_lose: int = 0  # maximum number of requests that fail because their router died or because they cause the fault
+    kind: str = ""  # kind of model and requests, as for `drive`
+    may_lose: int = 0  # maximum number of requests that may fail: their router died, or they caused the fault
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -83,8 +83,8 @@ class Report:
     faults: list[Fault]
     restarts: list[tuple[str, int]]  # name and exit status of each process that exited, in order of time
     status: dict[str, Any]
-    detected_s: float | None
-    gap: Gap | None
+    detected_s: float | None  # as `detection_s` returns it
+    gap: Gap | None  # of the request that waited longest for a token
     unbalanced: list[str]  # one line per node that still holds blocks
     harms: Counter[str]  # number of faults that the relays injected, by kind
     shares_pool: bool  # the prefill nodes compute in the pool of the decode node
@@ -101,7 +101,7 @@ class Report:
         """Return one line per problem. A process that exited without an injected fault is a problem."""
         harmed = {fault.name for fault in self.faults}
         if self.shares_pool and any(name.startswith("decode") for name in harmed):
-            harmed |= {name for name, _ in self.restarts if name.startswith("prefill")}  # they end with the pool
+            harmed |= {name for name, _ in self.restarts if name.startswith("prefill")}  # they exit with that node
         died_alone = [f"{name} ended with status {status}" for name, status in self.restarts if name not in harmed]
         return failures(self.outcomes) + self.unbalanced + died_alone
 

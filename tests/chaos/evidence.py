@@ -36,7 +36,7 @@ class Gap:
 
 
 def at_rest(running: Cluster, timeout_s: float = 60.0) -> tuple[dict[str, Any], list[str]]:
-    """Wait for two heartbeats in a row without held blocks. Return the status and, on timeout, nodes that hold blocks.
+    """Wait for two successive heartbeats without held blocks. Return the status, and one line per node that holds any.
 
     One heartbeat is not enough: a retransmitted call may reserve blocks after all requests have ended. These blocks are
     released when the prefill node stops the reservation, or at the latest when the lease expires.
@@ -103,7 +103,7 @@ def _unix_ns(line: Mapping[str, Any]) -> int:
 
 
 def gap_of(running: Cluster, outcome: Outcome, faults: Sequence[Fault]) -> Gap:
-    """Divide the longest gap of a request into parts: before the fault, until a node queued it again, and phases."""
+    """Split a request's longest gap: before the fault, until a node queued the request again, queue, prefill, rest."""
     begin, end = (at / 1e6 for at in outcome.gap_ns)
     try:
         spans = running.get(f"/v1/requests/{outcome.id}/timeline")["spans"]

@@ -63,7 +63,7 @@ def prepare(directory: Path) -> dict[str, object]:
 
 @lru_cache(maxsize=NUM_REQUESTS)
 def _feature_ask(number: int) -> Ask:
-    """Return a request of one of six kinds: each feature alone, images and an adapter, and all features in one."""
+    """Return a request of one of six kinds: each feature alone, images with an adapter, and all together."""
     sampled = {"temperature": 0.7, "ignore_eos": False}
     match number % 6:
         case 0:  # the guesses of prompt lookup are often right, because the prompt repeats itself

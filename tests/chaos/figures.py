@@ -115,7 +115,7 @@ def _compared(what: str, calm: Load, disturbed: Load, goal: float) -> list[Row]:
 
 
 def slow_clients(seconds: float) -> list[Row]:
-    """Measure the effect of slow clients on other clients, once no node runs requests of slow clients any more."""
+    """Measure how slow clients affect other clients after all requests of slow clients have left their nodes."""
     with emulated(1, 1) as running:
         router = psutil.Process(running.processes["router"].pid)
         calm = during(running, lambda: time.sleep(seconds))
@@ -210,7 +210,7 @@ def tenants(count: int) -> list[Row]:
 
 
 def _area(samples: Sequence[tuple[bool, float]]) -> float:
-    """Compare each known prompt with each unknown one. Return the share of pairs in which the known one is faster."""
+    """Return the share of the pairs (known prompt, unknown prompt) in which the known prompt is faster."""
     known, others = ([took_s for is_known, took_s in samples if is_known is wanted] for wanted in (True, False))
     return float(np.mean(np.array(known)[:, None] < np.array(others)[None, :]))
 

@@ -16,7 +16,7 @@ from tests.engine.build import thinned
 
 REQUESTS = 30
 
-# The faults are far apart. The router would fail a request that was on two dying nodes, as the likely cause.
+# The faults are far apart, because the router fails a request that was on two dying nodes: it may be the cause.
 DEATHS = Row(
     "deaths",
     "a prefill node killed in a middle chunk, another frozen in a push, a decode node killed at a last token",

@@ -109,7 +109,7 @@ class Outcome:
         return (self.gap_ns[1] - self.gap_ns[0]) / 1e9
 
     def check(self, expected: list[list[int]]) -> None:
-        """Compare the tokens of each sample with the expected tokens, and set `is_unequal` if one differs."""
+        """Compare the tokens of each sample with the expected tokens. Set `is_unequal` if a token differs."""
         received = [self.tokens.get(index) for index in range(self.ask.n)]
         self.is_unequal = received != expected or not (self.ask.is_chat or self.prompt == self.ask.prompt)
 

@@ -1,4 +1,4 @@
-"""Run checks and report them. The functions run in a client's environment, so this file imports no other package."""
+"""Run checks and report them. They run in a client's environment, so this file imports only the standard library."""
 
 import os
 import sys

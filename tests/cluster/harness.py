@@ -36,7 +36,7 @@ DATA = ROOT / "tests" / "data"
 START_S = 300.0  # time limit for a start; many times the usual duration, for busy machines
 
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # because processes forked from the fork server do not get its threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # OpenMP threads do not survive a fork
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.cluster.preload"])
 
@@ -81,8 +81,8 @@ _TAKEN = set[int]()  # the ports that `free_port` has returned
 
 
 def free_port() -> int:
-    """Return a free port below the ephemeral range, so that no outgoing connection takes the port first. Each test
-    process has ports of its own, and gets each of them once, so that no other test takes the port first either."""
+    """Return a free port. It is below the ephemeral range, so no outgoing connection can take it first. Each worker of
+    pytest draws from its own range and does not repeat a port soon, so no other test takes the port first either."""
     if len(_TAKEN) > 2_000:
         _TAKEN.clear()
     first = 10_000 + 2_750 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)

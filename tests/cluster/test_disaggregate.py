@@ -27,7 +27,7 @@ def placements(running: Cluster) -> dict[str, int]:
 def learn(running: Cluster, growth: int = 150) -> None:
     """Send short and long prompts, several at once, until each node has a cost model of its steps.
 
-    On a busy machine, so few steps may contain several prompts that a node needs further prompts.
+    On a busy machine, too few steps may contain several prompts. A node then needs further prompts.
     """
     rounds = itertools.count()
 

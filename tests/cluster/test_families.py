@@ -27,7 +27,7 @@ from tests.engine.families import CONFIGS, MULTIMODAL, SIZES, save
 from tests.sweep.tiny_configs import tiny_model
 
 LONGEST, COUNT = 120, 40
-ENOUGH = 4096  # a KV pool of this many rows never preempts a request
+ENOUGH = 4096  # with this many rows in its KV pool, a node preempts no request
 ODD = {"mistral, window 1"}  # no real model has a window of 1
 NAMES = [name for name in CONFIGS if name not in ODD]
 KINDS: dict[str, PretrainedConfig] = {
@@ -91,7 +91,7 @@ def check(
                 assert found == expected, f"{channel}, budget {budget}, {num_blocks} rows"
             status = running.settled()
             assert (status["handoffs"] > 0) == (prefill > 0)
-            if preempts and num_blocks < ENOUGH:  # no request is preempted if they arrive too far apart
+            if preempts and num_blocks < ENOUGH:  # if requests arrive too far apart, none is preempted
                 for _ in range(100):
                     if preempted := sum(node["preemptions"] for node in running.status()["nodes"]):
                         break

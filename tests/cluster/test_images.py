@@ -104,7 +104,7 @@ def test_answers_to_images_are_those_of_transformers_in_both_modes(name: str, tm
                 prompt, answers = expected[1]
                 assert asked(running, 1, n=3) == [prompt, answers, answers, answers]
                 assert running.settled()["nodes"][0]["images_encoded"] in encoded.values()
-            if num_blocks == 0 and name.endswith("vl"):  # no request is preempted if they arrive too far apart
+            if num_blocks == 0 and name.endswith("vl"):  # if requests arrive too far apart, none is preempted
                 for _ in range(100):
                     if preempted := sum(node["preemptions"] for node in running.status()["nodes"]):
                         break

@@ -30,7 +30,7 @@ def serve() -> Iterator[Callable[[Feed], str]]:
 
 @pytest.fixture
 def opened(serve: Callable[[Feed], str], pages: Pages) -> Pages:
-    """Open pages, which are closed before the feeds that they show."""
+    """Open pages. They are closed before the feeds that they show."""
     return pages
 
 
@@ -63,7 +63,7 @@ def colours_in(page: Any, lane: int) -> set[str]:
     return {names[colour] for colour in seen if colour in names}
 
 
-# ---- over a feed -------------------------------------------------------------------------------------------------------
+# ---- over a feed -----------------------------------------------------------------------------------------------------
 
 
 def test_every_part_is_shown_and_has_a_name(opened: Pages, feed: tuple[Feed, str]) -> None:
@@ -89,7 +89,7 @@ def test_every_part_is_shown_and_has_a_name(opened: Pages, feed: tuple[Feed, str
 
 def test_the_strip_moves_and_colours_steps_by_their_work(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1])
-    # There are at most 101 earlier steps. The view has ten seconds, so the count does not rise for long.
+    # At most 101 steps are earlier than the page, so a count above 121 includes new steps. The view covers ten seconds.
     wait_for(lambda: steps_of(page, "decode-0") > 121, "earlier and new steps in view")
     assert colours_in(page, 0) == {"prefill"}
     wait_for(lambda: colours_in(page, 2) == {"prefill", "decode", "over"}, "mixed steps over the SLO")
@@ -329,7 +329,7 @@ def test_memory_is_bounded_when_steps_are_many(opened: Pages, serve: Callable[[F
     page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
-# ---- over a cluster ----------------------------------------------------------------------------------------------------
+# ---- over a cluster --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

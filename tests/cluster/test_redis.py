@@ -90,7 +90,7 @@ WRONG_ANSWERS = {
     "bytes": bytes(range(256)),
     "the end": b"",
 }
-# Redis also answers like this if no node is registered, so after a lease, nodes leave the list but stay connected.
+# Redis could give such an answer if no node is registered. The list of nodes may then be empty after a lease.
 PLAUSIBLE = {"null", "a negative length", "a null array", "a list that is too long", "a map"}
 
 
@@ -173,7 +173,7 @@ async def test_names_are_resolved_outside_the_event_loop(monkeypatch: pytest.Mon
 
 
 def test_no_request_fails_during_any_fault_of_redis(server: RedisServer, relays: Relays) -> None:
-    """Each fault lasts until it is detected, while two routers serve load. After each fault, both routers list all nodes."""
+    """Two routers serve load. Each fault lasts until it is detected. After each fault, both routers list all nodes."""
     ours, theirs = (relays.between(host, server.port) for host in (RELAY_HOST, OTHER_HOST))
     other = {"router-1": {"registry": f"redis://{OTHER_HOST}:{server.port}"}}
     threading.Timer(1.0, server.start).start()  # the cluster's processes start before Redis and wait for it

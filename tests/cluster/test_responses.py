@@ -55,7 +55,7 @@ def parse(line: str) -> Event | None:
 
 async def follow(urls: list[str], response_id: str, until: int | None = None) -> list[Event]:
     """Return the events of a response up to event number `until`, or all of them. After the loss of a router, resume
-    on another one. Each connection requests the events after the last one that arrived."""
+    on another router. Each connection requests the events after the last one that arrived."""
     events: list[Event] = []
     chance = random.Random(response_id)
     async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient(timeout=PATIENCE_S, verify=False) as client:

@@ -1,5 +1,5 @@
 """Test that nodes with the old weights and nodes with the new weights of a model serve at the same time, and that no
-answer mixes tokens of both."""
+answer mixes tokens of old and new weights."""
 
 import shutil
 import signal

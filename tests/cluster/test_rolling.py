@@ -1,5 +1,5 @@
-"""Test that no request is lost while nodes are replaced, by nodes of the same build or of another one, and that no answer
-mixes the tokens of two builds."""
+"""Test that no request is lost while nodes are replaced by nodes of the same or another build, and that no answer mixes
+the tokens of two builds."""
 
 import shutil
 import signal

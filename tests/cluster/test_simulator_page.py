@@ -78,8 +78,8 @@ def test_a_run_is_shown_and_follows_the_settings(opened: Callable[..., Any], pla
     assert page.text_content("#summary").startswith("Requests/s: ")
 
 
-# Once the figures of a few requests are shown, changes the setting again. The page does this by itself, because the run
-# of all requests could end before a test on a busy machine makes the change.
+# JavaScript that changes the setting again as soon as the page shows the figures of a few requests. If the test itself
+# made this change, the run of all requests could end first on a busy machine.
 CHANGE_AT_FIRST = """() => {
   const state = document.getElementById("state");
   window.firstNote = new Promise((resolve) => new MutationObserver((_, observer) => {

@@ -89,7 +89,7 @@ def test_reasoning_ends_after_its_budget_in_both_modes(both: list[Cluster]) -> N
 
 
 def test_a_budget_holds_after_the_death_of_a_decode_node(both: list[Cluster]) -> None:
-    """This test ends a node of the first cluster, so it is the last."""
+    """This test ends a node of the first cluster, so it is the last test of this file."""
     guessing, colocated = both
     ways: list[dict[str, Any]] = [{"temperature": 0}, {}, {"structured_outputs": {"regex": "[a-z]{200}"}}]
     bodies = [body_of(number, way | {"max_tokens": 500}, 250) for number, way in enumerate(ways * 2)]

@@ -362,7 +362,7 @@ def test_the_timing_of_a_chat_begins_when_the_request_is_sent(
     now, url = [0.0], serve(Echo())
 
     class SlowClient(httpx.Client):
-        """A client that, by the clock of the command, takes a second to make."""
+        """A client whose constructor takes one second by the clock of the command."""
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
@@ -473,7 +473,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(serve: Callable[[Answering]
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace needs root")
 def test_the_first_process_of_a_container_ends_at_sigterm_while_it_starts(tmp_path: Path) -> None:
-    """The node waits for the name of its router."""
+    """The node waits until the name of its router can be resolved."""
     baton, secret = [sys.executable, "-P", "-m", "baton"], str(tmp_path / "secret.pem")
     subprocess.run([*baton, "secret", secret], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     flags = ["--model", str(DEMO), "--runner", "hash", "--host", "0.0.0.0", "--cluster-secret-file", secret]

@@ -87,7 +87,7 @@ async def test_no_nodes_no_redis_and_no_dashboard() -> None:
     found = await examined(registry="down")
     assert (found["nodes"].level, found["membership"].level) == ("failed", "warning")
     found = await examined({name: value for name, value in NODE.items() if name != "clock_offset_ms"})
-    assert found["clocks"] == Finding("clocks", "ok", "not known")
+    assert found["clocks"] == Finding("clocks", "ok", "unknown")
 
 
 def test_different_tokens_fail_the_replay() -> None:

@@ -359,5 +359,5 @@ def test_an_address_that_cannot_be_bound_is_refused(model: Path) -> None:
         ]:
             with pytest.raises(ConfigError, match=f"^{named}: cannot listen on"):
                 checked(LocalSettings.model_validate({"model": str(model)} | given))
-    with pytest.raises(ConfigError, match="is also the --port"):
+    with pytest.raises(ConfigError, match="is the same as --port"):
         checked(LocalSettings(model=str(model), port=port, registry_port=port))

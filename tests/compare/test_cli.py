@@ -99,7 +99,7 @@ def test_an_output_directory_below_a_file_is_refused(capsys: pytest.CaptureFixtu
 
 
 def test_urls_that_do_not_answer_are_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:  # not refused(): the plan is printed before the error
+    with pytest.raises(SystemExit) as caught:  # `refused` expects one line, but the plan is printed first
         main(["compare", "--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:11", "--out", "o"])
     assert caught.value.code == 2
     assert "nothing answers at http://127.0.0.1:9" in capsys.readouterr().err

@@ -105,7 +105,7 @@ async def test_open_requests_never_delay_the_next_one() -> None:
 
 @pytest.mark.parametrize(("flag", "is_valid"), [("-Sn", True), ("-n", False)])
 async def test_a_limit_of_open_files_is_raised_or_invalidates_the_run(flag: str, is_valid: bool) -> None:
-    """Without a connection for each request, the client's limit would count as misses of the server."""
+    """If a request waited for a connection because of the client's limit, it would count against the server."""
     command = f'ulimit {flag} 100; exec "$0" -m compare.load.client'
     async with serving() as (url, _):
         process = await asyncio.create_subprocess_exec("bash", "-c", command, sys.executable, stdin=PIPE, stdout=PIPE)

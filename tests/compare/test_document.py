@@ -35,7 +35,7 @@ def test_the_report_has_a_verdict():
     assert report["valid"]
     verdict = report["verdict"]
     assert verdict["sentence"].startswith(
-        "Disaggregate: 100.0 % instead of 73.1 % of requests met the SLO (certain by 2"
+        "Disaggregate: 100.0 % instead of 73.1 % of requests met the SLO (95 % interval: 2"
     )
     assert verdict["figures"].startswith("disaggregated:1p1d 100.0 %; colocated:2 73.1 % (+26.9 points [+2")
     assert verdict["figures"].endswith("; 4 paired runs")
@@ -166,7 +166,7 @@ def test_capacities_are_compared_seed_by_seed():
     assert report["valid"]
     sentence = report["verdict"]["sentence"]
     assert sentence.startswith(
-        "Disaggregate: 11.8 req/s instead of 10.0 req/s are possible within the SLO (certain by 1."
+        "Disaggregate: 11.8 req/s instead of 10.0 req/s are possible within the SLO (95 % interval: 1."
     )
     assert set(report["curves"]["attainment"]) == {"colocated:2", "disaggregated:1p1d", CONTROL.name}
     assert report["summary"]["colocated:2"]["capacity_rps"]["mean"] == pytest.approx(10.0, abs=0.05)

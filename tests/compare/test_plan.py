@@ -195,7 +195,7 @@ def test_a_trace_may_be_shorter_than_the_periods_of_a_validation(
 
 
 def test_predicted_attainment_counts_overload_as_measured_attainment_does() -> None:
-    """Nearly all requests meet the limits, but the queue grows, for which a session measures an attainment of 0."""
+    """Nearly all requests meet the limits, but the queue grows. For a growing queue, a session reports attainment 0."""
     one, slo = simulations(set=["max_num_seqs=4"]), LatencySlo(1e6, 1e6)
     traffic = Traffic((Arrival(0.0, (1,), 1),) * 200)
     experiment: Any = SimpleNamespace(traffic=lambda *_: traffic, timeout_s=600.0, slo=slo)
@@ -273,7 +273,7 @@ def test_a_terminated_plan_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_the_recommendation_names_the_candidates_with_unknown_intervals() -> None:
-    """Without the seed with a low capacity, that of the second candidate lies beyond the measured rates."""
+    """One seed of the second candidate has a low capacity. Its other seeds have capacities above the measured rates."""
     found = [measured(ONE, [10.0, 10.1, 10.0]), measured(SPLIT, [12.5, 12.4, 4.0])]
     runs = paired_capacities({one.arm: one.points for one in found}, 0.9)
     unknown = f"{SPLIT} (about {found[1].capacity.rate:.3g} req/s)"

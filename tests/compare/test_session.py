@@ -295,7 +295,7 @@ class ServedDeployments(UnreachableDeployments):
 async def test_a_session_stops_if_no_verdict_can_be_reached(
     tmp_path: Path, bundling: tuple[str, ...], num_seeds: int, problem: str | None
 ):
-    """A session stops after the first seed if no arm has a valid period, or once too few are left for a verdict."""
+    """A session stops if all periods of the first seed are invalid, or once too few seeds are left for a verdict."""
     said: list[str] = []
     arms = tuple(replace(arm, url="http://x") for arm in ARMS)
     made = replace(experiment(tmp_path), arms=arms, send="text", treatment=("model",))
@@ -314,7 +314,7 @@ async def test_a_session_stops_if_no_verdict_can_be_reached(
 
 
 class Traced(Served):
-    """A fake Baton without nodes, which is not idle for its first `num_busy` polls. Its traces hold their number."""
+    """A fake Baton without nodes. For its first `num_busy` polls, it is not idle. Each trace contains its number."""
 
     def __init__(self, url: str, num_busy: int) -> None:
         super().__init__(url)

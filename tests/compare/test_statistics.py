@@ -54,8 +54,7 @@ def test_students_interval_of_known_values() -> None:
 @pytest.mark.parametrize("num_arms", [2, 6])
 def test_equal_arms_are_rarely_called_different(num_arms: int) -> None:
     """Results differ much more between seeds than between arms. Pairing the arms by seed removes this noise, but must
-    not cause false differences. A false difference must be as rare when several arms are compared with the first arm as
-    when only one is."""
+    not cause false differences. A false difference must be as rare with several arms as with two arms."""
     random = np.random.default_rng(11)
     called = 0
     for _ in range(DRAWS):
@@ -190,7 +189,7 @@ def test_the_window_has_half_of_the_requests_even_if_most_arrive_early() -> None
 
 
 def test_requests_that_time_out_count_as_overload() -> None:
-    """At twice the capacity, each request times out after 2 s, so the number of requests at the server stays constant."""
+    """At twice the capacity, requests time out after 2 s, so the number of requests at the server stays constant."""
     outcomes = queue(2.0, 300, 1)
     for outcome in outcomes:
         if outcome.ended_s - outcome.scheduled_s > 2:

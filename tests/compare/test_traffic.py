@@ -94,7 +94,7 @@ def test_every_format_is_recognised_and_read(tmp_path: Path, lines: tuple[str, .
             ('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [7]}',),
             "line 1, read as mooncake: 1 hash_ids for 600 tokens",
         ),
-        ((own(), "[1]"), "line 2, read as own: is not a JSON object"),
+        ((own(), "[1]"), "line 2, read as own: the line is not a JSON object"),
         ((own(max_token=3),), "line 1, read as own: unknown field 'max_token'"),
         ((own(prefix_len=3),), "line 1, read as own: prefix_len needs a prefix_id"),
         ((own(prompt="Hello"),), "line 1, read as own: prompt is text"),
@@ -195,7 +195,7 @@ def test_prompts_contain_every_id_except_the_excluded() -> None:
     drawn = set(PromptVocabulary(40, {3, 39}).draw(1, "text", 2000))
     assert drawn == set(range(40)) - {3, 39}
     assert VOCABULARY.draw(1, "text", 30) == VOCABULARY.draw(1, "text", 100)[:30]
-    with pytest.raises(ConfigError, match="vocabulary has 2 tokens, all of them special"):
+    with pytest.raises(ConfigError, match="vocabulary has 2 tokens, all special"):
         PromptVocabulary(2, {0, 1})
 
 

@@ -37,8 +37,8 @@ ARMS = parse_arms(["colocated:2", "disaggregated:1p1d", "colocated:2@prefill_fir
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([FAIR, GOOD], "Disaggregate: 95.0 % instead of 85.2 % of requests met the SLO (certain by 9.0 to 10.6 points)."),
-        ([GOOD, FAIR], "Do not disaggregate: 95.0 % instead of 85.2 % of requests met the SLO (certain by 9.0 to 10.6 points)."),
+        ([FAIR, GOOD], "Disaggregate: 95.0 % instead of 85.2 % of requests met the SLO (95 % interval: 9.0 to 10.6 points)."),
+        ([GOOD, FAIR], "Do not disaggregate: 95.0 % instead of 85.2 % of requests met the SLO (95 % interval: 9.0 to 10.6 points)."),
         ([POOR, GOOD, FAIR], "Disaggregate: 95.0 % instead of 42.8 % of requests met the SLO, compared with colocated:2 ("),
         ([FAIR, POOR, GOOD], "Use colocated:2@prefill_first: 95.0 % instead of 85.2 % of requests met the SLO, compared"),
         ([GOOD, POOR, FAIR], "Use colocated:2: 95.0 % instead of 85.2 % of requests met the SLO, compared with colocated:2@p"),

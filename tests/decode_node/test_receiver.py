@@ -269,7 +269,7 @@ async def test_a_writer_that_missed_the_grant_stops_the_reservation_by_request_i
 
 
 async def test_a_request_that_ends_at_its_first_token_is_not_reported_as_failed(tmp_path: Path) -> None:
-    """The prefill node reports the end. A failure, which might arrive first, would make the router retry."""
+    """The prefill node reports the end. A failure report of the decode node might arrive first and cause a retry."""
     async with bench("tcp", tmp_path) as here:
         reserved = await here.reserve_and_push()
         await here.receiver.stop(StopRequest(reserved.reservation_id, "finished: length", "r"))

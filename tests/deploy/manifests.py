@@ -230,7 +230,7 @@ class Manifests:
                 yield f"{where}: BATON_CLUSTER_SECRET_FILE: {folder} is not a read-only secret"
 
     def registry(self) -> Iterator[str]:
-        """Nodes must find all routers, ready or not: a router becomes ready only when a node has joined."""
+        """Nodes must also find routers that are not ready: a router becomes ready only when a node has joined."""
         services = {item["metadata"]["name"]: item["spec"] for item in self.of_kind("Service")}
         shared = {environment.get("BATON_REGISTRY", "") for _, role, _, environment in self.baton() if role == "router"}
         for item, role, _, environment in self.baton():
@@ -249,7 +249,7 @@ class Manifests:
                 yield f"{name_of(item)}: BATON_REGISTRY: routers do not listen for nodes at {name}:{port}"
 
     def drains(self) -> Iterator[str]:
-        """A picker must wait as long as routers for the end of answers, because its end cuts them too."""
+        """When a picker ends, answers are cut, so a picker must wait for them at least as long as the routers do."""
         times = {role: environment.get("BATON_DRAIN_TIMEOUT_S", "30") for _, role, _, environment in self.baton()}
         if "picker" in times and float(times["picker"]) < float(times["router"]):
             yield f"Deployment/baton-picker: BATON_DRAIN_TIMEOUT_S: routers have {times['router']}"
@@ -309,7 +309,7 @@ class Manifests:
                 yield f"Deployment/baton-{role}: spec.replicas: mode {', '.join(mode)} needs at least one {role}"
 
     def rollouts(self) -> Iterator[str]:
-        """A change of a setting replaces the pods of all Deployments at the same time. A node must always remain."""
+        """A change of a setting replaces the pods of all Deployments at once. At least one node must always remain."""
         remaining = 0
         for item, role, container, _ in self.baton():
             spec = item["spec"]

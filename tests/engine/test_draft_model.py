@@ -179,7 +179,7 @@ def test_a_failing_draft_model_ends_only_the_guesses() -> None:
 
 
 def test_the_tables_of_mirrors_are_dropped() -> None:
-    """The state of a mirror does not change when its request ends."""
+    """Mirrors never end, unlike requests, so `BlockRows` must limit how many tables it keeps."""
     rows, mirrors = BlockRows(), [Request(str(at), [0], 1, 1, tables=[[1]]) for at in range(2 * KEPT_ROWS)]
     for mirror in mirrors:
         rows.tables([Slice(mirror, 0, 1, True, 0)], 4)

@@ -119,8 +119,8 @@ def test_a_request_that_causes_an_error_or_broken_logits_fails_alone(
 
 @pytest.mark.usefixtures("quiet")
 def test_the_failure_of_a_request_changes_no_recurrent_state_of_another_request() -> None:
-    """The step of the failed request runs again. The next step, which was launched before, must not overwrite the
-    states that are read again."""
+    """The step of the failed request runs again, and reads the same states again. The next step was launched earlier.
+    It must not overwrite these states."""
     layers = (LayerSpec(DeltaSpec(1, 2, 4, 8, 3), MlpSpec(20)), LayerSpec(AttentionSpec(4, 2, 16), MlpSpec(20)))
     model = random_decoder(replace(CONFIG, layers=layers), torch.float32, CPU, deviation=0.3)
     limits, found = StepLimits(12, long_prefill_token_threshold=8, max_num_partial_prefills=2), []

@@ -97,7 +97,7 @@ def test_a_batch_of_several_adapters_gives_the_logits_of_peft(
     base = save(CONFIGS[name], tmp_path)
     references: dict[str, Any] = {"": deepcopy(base)}
     changes: list[dict[str, Any]] = [{}, {"r": 7, "use_rslora": True}]
-    if name == "llama":  # the first pattern that fits counts
+    if name == "llama":  # of several patterns that match, the first counts
         changes[0] = {"alpha_pattern": {"layers.0.self_attn.q_proj": 64, "q_proj": 6}}
     for seed, change in enumerate(changes):
         directory = tmp_path / f"adapter {seed}"

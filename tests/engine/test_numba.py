@@ -64,8 +64,8 @@ def test_attention_equals_its_definition(name: str, dtype: torch.dtype, head_dim
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("group", [28, 150])
 def test_many_heads_may_share_a_key(name: str, group: int) -> None:
-    """A group of 150 heads exceeds MAX_ROWS. With a group of 28 heads, the kernel pads some rows of scores, whose size
-    would otherwise be a power of 2."""
+    """A group of 150 heads exceeds MAX_ROWS. With a group of 28 heads, the kernel pads some rows of scores, because
+    their size would otherwise be a power of 2."""
     batch, pool = batch_of([(0, 130), (200, 201), (77, 80)], 16, 40, CPU), pool_of(2, 16, 16, torch.float32, 40, CPU)
     check_attention(attention_on_cpu(name, pool), pool, batch, 2 * group, torch.float32, 50)
 

@@ -1,4 +1,4 @@
-"""Test that runners return the same vectors for any chunks of a prompt, in any batch, and if a step runs twice."""
+"""Test that runners return the same vectors for any chunks of a prompt, in any batch, and also if a step runs twice."""
 
 from collections.abc import Sequence
 

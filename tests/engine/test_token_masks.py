@@ -57,7 +57,7 @@ def ids_of(text: str) -> list[int]:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), grammar=st.sampled_from(GRAMMARS))
 def test_a_mask_depends_only_on_the_tokens(seed: int, grammar: str) -> None:
-    """The matcher moves forward, and also back as it does after a failed step or a rejected draft."""
+    """The matcher moves forward. It also moves back, as after a failed step or a rejected draft."""
     random, matcher, path = Random(seed), matcher_of(grammar), list[int]()
     for _ in range(20):
         [tokens] = allowed([row_of(matcher, path)])

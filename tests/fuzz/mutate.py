@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.fuzz.targets import TARGETS, Target
 
 SLOW_S = 0.1  # limit of this thread's CPU time for one input
-TRACED_EVERY = 50  # one run in this number traces its allocations, which makes it several times slower
+TRACED_EVERY = 50  # one run in this many traces its allocations, because a traced run takes several times as long
 SPARE_BYTES = 2 << 20  # allowance for caches and buffers that do not depend on the input
 INTERESTING = (
     b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\x80\x00\x00\x00", b"\xdd\xff\xff\xff\xff", b"\xdf\x00\x10\x00\x00", b"\xc0",

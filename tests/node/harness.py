@@ -72,7 +72,7 @@ class RouterLine:
     """The router's end of the stream between a router and a node, in memory."""
 
     name: str = ROUTER
-    commands: asyncio.Queue[RouterCommand | None] = field(default_factory=asyncio.Queue)
+    commands: asyncio.Queue[RouterCommand | None] = field(default_factory=asyncio.Queue)  # None: the end
     updates: list[NodeUpdate] = field(default_factory=list)
     on_delta: Callable[[TokenDelta], None] = lambda _: None
 

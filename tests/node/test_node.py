@@ -186,7 +186,7 @@ async def test_grammars_of_aborted_requests_are_not_compiled(tmp_path: Path, mon
 
 
 async def test_a_released_request_is_not_computed_when_its_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a shared pool, its blocks may belong to another request by then."""
+    """In a shared pool, the blocks of a released request may already belong to another request."""
     compiled = threading.Event()
     monkeypatch.setattr(active_requests, "TokenMatcher", lambda *_: compiled.wait(60))
     here = large_node(rules=RequestRules(VOCABULARY, grammars=GrammarTokenizer(Path(), VOCABULARY)))

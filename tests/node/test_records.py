@@ -312,7 +312,7 @@ async def test_a_router_gets_records_and_repeated_stats_only_if_it_wants_them() 
 
 
 async def test_a_drain_takes_no_longer_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if a router never reports that it knows of the drain, as one of the version before."""
+    """This also holds if a router never reports that it knows of the drain, as a router of an earlier version does."""
     waits = list[float]()
 
     async def wait(_: object, timeout_s: float) -> None:

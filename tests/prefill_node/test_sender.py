@@ -68,11 +68,11 @@ class Decoder:
         self.rows, self.channel = memory.rows, channel
         self.descriptors = {channel.name: channel.descriptor()}
         self.received: list[Any] = []
-        self.held, self.targets = 0, TARGETS
-        self.errors: dict[type, str] = {}  # the error with which it replies, by type of message
+        self.held, self.targets = 0, TARGETS  # number of blocks that it has in its cache, and all blocks of the prompt
+        self.errors: dict[type, str] = {}  # errors in its replies, by type of message
         self.quarantined: dict[bytes, None] = {}  # reservations that it gave up and whose writer has not stopped
         self.next_id = b""  # id of the next reservation; b"": a random id
-        self.waits: dict[type, asyncio.Event] = {}  # events that it awaits before it replies, by type of message
+        self.waits: dict[type, asyncio.Event] = {}  # events to await before a reply, by type of message
         self.server: RpcServer
         self.address = ""
 

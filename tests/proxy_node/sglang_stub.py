@@ -4,7 +4,7 @@ does.
 The API was read in the sources of SGLang: managers/io_struct.py, managers/tokenizer_manager.py, managers/scheduler.py,
 disaggregation/ and entrypoints/http_server.py.
 
-In a disaggregation mode, a prefill and a decode server each get a request with the same room. The decode server
+In disaggregated mode, a prefill and a decode server get a request with the same `bootstrap_room`. The decode server
 registers at the bootstrap address of the prefill server, and waits for the KV. In this stub, the bootstrap address is
 the HTTP address. The prefill server waits for the registration, computes the prompt, and pushes the KV.
 

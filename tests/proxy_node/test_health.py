@@ -47,11 +47,11 @@ def test_refusals_count_until_the_engine_has_answered_a_later_request() -> None:
     health = EngineHealth(1e9, 0.0)
     for now in range(100):
         health.refused(float(now))
-        health.answered(now - 0.5)  # this request was sent before the refusal, and after the one before it
+        health.answered(now - 0.5)  # to a request that was sent between the last two refusals
     assert not health.check(100.0)
     for now in (100.0, 101.0, 102.0):
         health.refused(now)
-        health.answered(now - 60.0)  # a long answer, of a server that drains
+        health.answered(now - 60.0)  # to a request that was sent before all refusals, as while a server drains
     assert "refused" in health.check(102.0)
 
 

@@ -12,7 +12,7 @@ from tests.proxy_node.clusters import ACTS, TIMES, Act, Engines, kill_engine, ki
 from tests.proxy_node.vllm_stub import answer
 
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-SHORT = (kill_engine, kill_proxy)  # other faults take minutes; test_cluster.py tests all
+SHORT = (kill_engine, kill_proxy)  # other faults take minutes; test_cluster.py tests all faults
 CASES = [pytest.param(act, marks=() if act in SHORT else pytest.mark.exhaustive, id=act.__name__) for act in ACTS]
 
 

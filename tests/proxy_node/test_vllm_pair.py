@@ -1,5 +1,5 @@
 """Test a real prefill and a real decode engine of vLLM, whose KV moves by NIXL: the tokens are those of one engine.
-test_vllm_faults.py describes how to run it."""
+test_vllm_faults.py describes how to run such tests."""
 
 from collections.abc import Iterator
 

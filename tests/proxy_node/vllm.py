@@ -29,7 +29,7 @@ ENVIRONMENT = {
 class VllmServer:
     """One server, in a separate process group, but not in a separate session.
 
-    Linux gives each session an equal share of the CPU, in which a thread's priority counts only against threads of the
+    Linux gives each session an equal share of the CPU. The priority of a thread counts only against threads of the
     same session (see "autogroup" in sched(7)).
     """
 
@@ -62,7 +62,7 @@ class VllmServer:
     def _give_way(self) -> None:
         """Give the lowest priority to threads that compute all the time although the server has no request.
 
-        NIXL's progress thread does so. With two cores, the threads of two servers would slow all other processes.
+        NIXL's progress thread does this. With two cores, the threads of two servers would slow all other processes.
         """
         before, began_s = self._thread_seconds(), time.monotonic()
         time.sleep(5)

@@ -211,8 +211,7 @@ class VllmStub:
         return bool(params.get("do_remote_prefill")) and not self.knobs["ignores_params"]
 
     async def _read(self, body: dict[str, Any]) -> str:
-        """Read the KV of a prompt from another server. Return "" if the KV is valid, and otherwise
-        "stale"."""
+        """Read the KV of a prompt from another server. Return "" if the KV is valid, else "stale"."""
         params = body["kv_transfer_params"]
         await asyncio.sleep(self.knobs["read_s"])
         names = f"{params['remote_engine_id']}/{params['remote_request_id']}"

@@ -86,17 +86,17 @@ class ScriptedAnswers:
 class ScriptedDispatcher:
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.fails_after: int | None = None
-        self.hangs_after: int | None = None
+        self.fails_after: int | None = None  # number of deltas of a request before its streams fail
+        self.hangs_after: int | None = None  # number of deltas of a request before its streams hang
         self.hanging = asyncio.Semaphore(0)  # released once by each stream that hangs
-        self.refuses: Exception | None = None
+        self.refuses: Exception | None = None  # the error that `admit` raises
         self.tokens_per_piece = 1
         self.cached_tokens = 0
         self.num_prompt_logprobs: int | None = None  # how many prompt logprobs an answer has; None: all
         self.vector = b""  # the embedding or score that answers a pooled request
         self.version = ANY_VERSION  # the version of the nodes that answer
         self.is_ready = True
-        self.empty_pool = "none"
+        self.empty_pool = "none"  # a role without nodes
         self.known_adapters: dict[str, str] = {}
         self.new_adapters: dict[str, str] = {}  # `learn_adapters` makes these known
         self.answers: list[ScriptedAnswers] = []

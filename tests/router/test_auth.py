@@ -48,7 +48,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-# ---- the key file ------------------------------------------------------------------------------------------------------
+# ---- the key file ----------------------------------------------------------------------------------------------------
 
 
 def test_a_key_identifies_its_tenant(file: Path) -> None:
@@ -147,7 +147,7 @@ def test_baton_key_prints_a_key_and_its_line(capsys: Any, file: Path) -> None:
     assert "1 to 64 letters" in capsys.readouterr().err
 
 
-# ---- authentication ----------------------------------------------------------------------------------------------------
+# ---- authentication --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -269,11 +269,11 @@ async def test_the_admin_routes_can_have_a_port_of_their_own(app: Starlette) -> 
             assert (await client.get(path, headers=bearer(ADMIN))).status_code == 404
 
 
-# ---- other origins -----------------------------------------------------------------------------------------------------
+# ---- slots, and requests of other origins ----------------------------------------------------------------------------
 
 
 async def test_a_tenant_cannot_use_the_slots_of_the_others(file: Path, byte_level: Any) -> None:
-    """If all slots are used, a request is refused only if its tenant has an equal share of them."""
+    """If all slots are used, a request is refused only if its tenant already uses at least an equal share of them."""
     dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 2])
     dispatcher.hangs_after = 0
     app = app_of(dispatcher, byte_level, MODEL, keys=ApiKeys(str(file)), max_concurrent_requests=4)
@@ -352,7 +352,7 @@ def test_origins_are_separated_by_commas() -> None:
     assert resolve(RouterSettings, {}, settings.environment())[0] == settings
 
 
-# ---- wrong keys --------------------------------------------------------------------------------------------------------
+# ---- wrong keys ------------------------------------------------------------------------------------------------------
 
 
 async def test_requests_without_a_valid_key_are_counted_and_logged_at_intervals(
@@ -368,7 +368,7 @@ async def test_requests_without_a_valid_key_are_counted_and_logged_at_intervals(
     assert "baton_requests_without_key_total 50.0" in metrics.text
 
 
-# ---- tenants -----------------------------------------------------------------------------------------------------------
+# ---- tenants ---------------------------------------------------------------------------------------------------------
 
 names = st.text("ab\0", max_size=3)
 
@@ -421,7 +421,7 @@ async def test_usage_has_each_request_once_and_no_tokens_of_refused_requests(fil
     assert 'baton_tenant_prompt_tokens_total{model_name="tiny",tenant="acme"} 5.0' in text
 
 
-# ---- deadlines ---------------------------------------------------------------------------------------------------------
+# ---- deadlines -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ async def test_the_streams_of_many_nodes_do_not_make_garbage_collections_long(mo
 
 
 async def test_a_node_that_answers_no_ping_fell_silent_and_did_not_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ping may time out before `timeout_s` has passed. The node counts as silent then, and not as crashed."""
+    """If a ping times out before `timeout_s` has passed, the node counts as silent, and not as crashed."""
     monkeypatch.setattr(rpc_connection, "PING_S", 0.05)
     monkeypatch.setattr(router_connection, "ANSWER_S", 0.15)
     monkeypatch.setattr(router_connection, "PING_S", 30.0)  # so that a ping times out after ANSWER_S

@@ -96,7 +96,7 @@ async def test_the_oldest_turns_of_a_long_conversation_are_left_out(client, herm
 
 
 async def test_logprobs_come_with_the_text(client, hermes):
-    """Text is held back until characters are complete, and while the answer may end with its trailing spaces."""
+    """Text is held back until its characters are complete. Spaces are also held back until more text follows them."""
     openai_client, _ = await client(hermes, "abc\n\n😀 abc  c")
     include = ["message.output_text.logprobs"]
     response = await openai_client.responses.create(model="tiny", input="x", include=include, top_logprobs=2)

@@ -201,7 +201,7 @@ async def test_a_client_that_leaves_cancels_its_response(client, hermes, make_st
 
 
 class SlowStore(RedisStore):
-    """A store that creates responses only when the test allows it, even if the caller has been cancelled by then."""
+    """A store that creates a response only when the test allows it, even if its caller is cancelled first."""
 
     def __init__(self, url: str, cluster: str) -> None:
         super().__init__(url, cluster)

@@ -194,7 +194,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
 @pytest.mark.parametrize("other", [Group("state", rows=4), Group("window", size=64)])
 @pytest.mark.parametrize("num_spare", range(6))
 def test_a_cached_prefix_never_keeps_a_request_from_starting(other: Group, num_spare: int) -> None:
-    """A request holds the prefix from which it starts in addition to the rows of its own states and windows."""
+    """In addition to the rows of its own states and windows, a request holds the cached prefix from which it starts."""
     groups = (Group("full"), other)
     num_rows = Geometry(16, groups).rows_for(320, 64) + num_spare
     scheduler = Scheduler(StepLimits(64), 1 + num_rows, 16, groups=groups)
@@ -305,7 +305,7 @@ def test_a_state_that_a_failed_slice_saved_is_not_found() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_state_that_was_saved_after_the_end_of_its_request_is_not_found(fails: bool) -> None:
-    """The engine does not run a slice of a request that has ended, if the step fails and its slices run one by one."""
+    """If a step fails, its slices run again one by one, except the slices of requests that have ended."""
     scheduler = Scheduler(StepLimits(), 60, 4, groups=(Group("full"), Group("state", 3)))
     scheduler.add(ends := request("ends", list(range(6)), 9, stop_tokens=frozenset({9})))
     first, second = scheduler.schedule(), scheduler.schedule()

@@ -39,7 +39,7 @@ class Inbox:
         self._engine = engine
         self._commands: deque[Command | None] = deque()
         self._is_reported = False  # the last blocking call raised queue.Empty
-        self.is_last = False  # while the engine waits for room: a blocking call on an empty queue raises Idle at once
+        self.is_last = False  # true while the engine waits for room; an empty queue then raises Idle at once
 
     def put(self, command: Command | None) -> None:
         self._commands.append(command)

@@ -68,7 +68,7 @@ class Host:
         self.process = Process(self.name)
         self.process.clock_offset_s = random.random() * 1e6
         self.process.wall_offset_s = random.choice((0.0, 0.0, -3600.0, 3600.0))
-        # Replaced here, so that an early signal does not reach the old process.
+        # The lifetime is replaced here, so that a signal that comes early does not reach the old process.
         self.lifetime = SimpleNamespace(draining=asyncio.Event())
         self.world.note(f"{self.name} starts")
         self.task = self.run(self._life())

@@ -79,8 +79,8 @@ class Scenario:
 
     @property
     def is_lossless(self) -> bool:
-        """Return whether every request must succeed: either at most one node is disturbed, or all nodes freeze and
-        some of them continue before the router stops waiting."""
+        """Return whether every request must succeed: at most one fault is harmful and another decode node remains, or
+        all nodes freeze and some of them continue before the router stops waiting."""
         if self.is_outage:
             return True
         harm = [fault for fault in self.faults if fault.kind not in HARMLESS]

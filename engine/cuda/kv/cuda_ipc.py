@@ -28,7 +28,7 @@ SETTLE_S = 0.1
 
 
 class DeviceRows(KVMemory, Protocol):
-    """KV memory on a GPU. Its rows are contiguous and begin at the start of `region`."""
+    """KV memory on a GPU. The rows are contiguous and begin at the start of `region`."""
 
     @property
     def region(self) -> CudaRegion: ...
@@ -82,7 +82,7 @@ class _Copier:
     def push(
         self, _reservation_id: bytes, source: Sequence[int], target: Sequence[int], stopped: Callable[[], bool]
     ) -> None:
-        """Copy each run of adjacent rows with one call. After each PIECE_BYTES, wait for the copies; other threads run
+        """Copy each run of adjacent rows with one call. After each PIECE_BYTES, wait for the copies. Other threads run
         meanwhile."""
         size, started = self._row_bytes, 0
         for start, end in runs(source, target, max(1, PIECE_BYTES // size)):

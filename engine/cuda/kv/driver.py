@@ -49,7 +49,7 @@ class Driver:
 
 
 class CudaDevice:
-    """One GPU, used through its primary context, as in torch. `ordinal` is torch's device index."""
+    """One GPU. Like torch, it uses the GPU's primary context. `ordinal` is torch's device index."""
 
     def __init__(self, ordinal: int, driver: Driver | None = None) -> None:
         self.driver = driver or Driver.load()
@@ -166,7 +166,7 @@ class CudaStream:
 
 
 class PinnedStaging:
-    """Page-locked memory for copies from and to a GPU; see Staging. It is as large as the largest call so far requires.
+    """Page-locked memory for copies from and to a GPU; see Staging. It grows to the size that the largest call needs.
 
     A row may be read only after the step that computes it has ended. Callers push only such rows.
     """

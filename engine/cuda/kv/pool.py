@@ -2,8 +2,8 @@
 
 The decode node shares its memory (`PoolOwner`) and writes a descriptor of the memory to a file in a common directory. A
 prefill node has no pool of its own. When the prefill node starts, it maps the shared memory (`PoolClient`). It then
-computes each prompt in the blocks that the decode node reserved for the prompt. Until it ends, a client keeps a
-connection of the channel `shm` or `cuda_ipc` open. The channel is not `fenced`.
+computes each prompt in the blocks that the decode node reserved for the prompt. A client keeps a connection of the
+channel `shm` or `cuda_ipc` open until the client ends. The channel `pool` is not `fenced`.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def descriptor_file(directory: str | Path, gpu: CudaDevice | None) -> Path:
 
 
 class PoolOwner:
-    """The decode node's end of the channel; see KVChannel. Clients connect to `inner`, which `close` also closes."""
+    """The decode node's end of the channel; see KVChannel. Clients connect to `inner`. `close` also closes `inner`."""
 
     name = NAME
     fenced = False
@@ -81,7 +81,7 @@ class PoolOwner:
 
 
 def _is_live(channel: LocalChannel[Any], path: Path) -> bool:
-    """Return whether the process that wrote the descriptor in `path` is running. A killed process leaves its file."""
+    """Return whether the process that wrote `path` still runs. A process that was killed leaves its file behind."""
     try:
         return channel.is_live(PeerDescriptor.unpack(path.read_bytes(), channel.name))
     except (FileNotFoundError, DescriptorError):

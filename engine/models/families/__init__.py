@@ -116,7 +116,7 @@ UNSUPPORTED = {
 }
 
 # Architectures of models of text and images. `DECODERS` maps the `model_type` of such a model's text decoder to the
-# decoder's architecture. This module reads only the decoder.
+# decoder's architecture. This module reads only the configuration of the text decoder.
 MULTIMODAL = (
     "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration",

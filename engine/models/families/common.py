@@ -13,7 +13,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 
 def model(keys: ConfigReader, layers: Sequence[LayerSpec], **more: Any) -> ModelConfig:
-    """Return the configuration of a model with these layers; `more` are other fields of ModelConfig.
+    """Return the configuration of a model with these layers. `more` are other fields of ModelConfig.
 
     The result has no end tokens. The caller adds them, because generation_config.json may have more of them.
     """
@@ -44,7 +44,7 @@ def attention(
     default_share: float | None = None,
     **more: Any,
 ) -> AttentionSpec:
-    """Return the attention of all layers; `more` are fields of AttentionSpec.
+    """Return the attention of all layers. `more` are fields of AttentionSpec.
 
     If `default_head_dim` is 0, the default is hidden_size / heads. If `biased`, all products of attention have biases.
     If `more` has no `rope`, the rotary embedding is read from the config.
@@ -112,7 +112,7 @@ def windowed(attention: AttentionSpec, kinds: Sequence[str], window: int) -> lis
 def rope_values(keys: ConfigReader) -> ConfigReader:
     """Return `rope_parameters` (written by transformers 5) or `rope_scaling` (older versions).
 
-    Raises ValueError if the config has both and they differ, because the user may have added `rope_scaling`.
+    Raises ValueError if the config has both keys and they differ, because the user may have added `rope_scaling`.
     """
     parameters, scaling = keys.values.get("rope_parameters"), keys.values.get("rope_scaling")
     if isinstance(parameters, dict) and isinstance(scaling, dict):
@@ -153,14 +153,14 @@ def rope(
 
 def original_length(keys: ConfigReader, given: ConfigReader, default: int | None = None) -> int:
     """Return the context length before scaling. As in transformers, a value at the top level of the config has priority
-    over one in `given`, the object of the rotary embedding."""
+    over a value in `given`, the config's object for the rotary embedding."""
     key = "original_max_position_embeddings"
     return (given if keys.values.get(key) is None else keys).size(key, default)
 
 
 def require_rope(keys: ConfigReader) -> None:
-    """Refuse a config that does not describe the rotary embedding. Called for families for which the default in
-    transformers is a scaled embedding."""
+    """Refuse a config that does not describe the rotary embedding. The readers of families call this
+    function if transformers' default for the family is a scaled embedding."""
     if not rope_values(keys).values:
         keys.refuse("rope_parameters", "this family requires it")
 

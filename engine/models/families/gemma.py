@@ -17,7 +17,7 @@ def gemma2(keys: ConfigReader) -> ModelConfig:
 
 
 def gemma3(keys: ConfigReader) -> ModelConfig:
-    """Gemma 3: layers with a window have a separate rotary embedding. As in transformers, scores have no soft cap."""
+    """Read Gemma 3. Layers with windows have another rotary embedding. As in transformers, scores have no soft cap."""
     keys.require("use_bidirectional_attention", False, False)
     pattern = keys.size("sliding_window_pattern", 6)
     kinds = common.layer_kinds(keys, lambda index: SLIDING if (index + 1) % pattern else FULL)
@@ -29,7 +29,7 @@ def gemma3(keys: ConfigReader) -> ModelConfig:
 
 
 def gemma4(keys: ConfigReader) -> ModelConfig:
-    """Gemma 4: layers without a window have larger heads. Layers may have experts alongside the MLP."""
+    """Read Gemma 4. Layers without a window have larger heads. Layers may have experts alongside the MLP."""
     if keys.values.get("hidden_size_per_layer_input", 256):
         keys.refuse("hidden_size_per_layer_input", "Gemma 4 with embeddings per layer (E2B, E4B) is not supported")
     if keys.values.get("num_kv_shared_layers"):

@@ -24,7 +24,7 @@ def mistral(keys: ConfigReader) -> ModelConfig:
 
 
 def ministral3(keys: ConfigReader) -> ModelConfig:
-    """Ministral 3: queries are scaled by their position."""
+    """Read Ministral 3. Queries are scaled according to their position."""
     given = keys.nested("rope_parameters")
     attention = common.attention(
         keys, 128, window=0 if keys.values.get("sliding_window") is None else keys.size("sliding_window"),
@@ -54,7 +54,7 @@ def qwen_windows(keys: ConfigReader) -> tuple[list[str], int]:
 
 
 def smollm3(keys: ConfigReader) -> ModelConfig:
-    """SmolLM 3: every fourth layer does not rotate queries and keys."""
+    """Read SmolLM 3. Some layers (by default, every fourth) do not rotate queries and keys."""
     layers, rotated = keys.size("num_hidden_layers"), keys.values.get("no_rope_layers")
     if rotated is None:
         interval = keys.size("no_rope_layer_interval", 4)
@@ -69,13 +69,13 @@ def smollm3(keys: ConfigReader) -> ModelConfig:
 
 
 def phi3(keys: ConfigReader) -> ModelConfig:
-    """Phi-3, Phi-4 and Phi-4-mini."""
+    """Read Phi-3, Phi-4 or Phi-4-mini."""
     window = 0 if keys.values.get("sliding_window") is None else keys.size("sliding_window")
     return uniform(keys, common.attention(keys, window=window, default_share=1.0), common.mlp(keys))
 
 
 def granite(keys: ConfigReader) -> ModelConfig:
-    """Granite: embeddings, scores, outputs and logits are multiplied by constants."""
+    """Read Granite. Embeddings, scores, outputs and logits are multiplied by constants."""
     attention = common.attention(keys, biased=keys.flag("attention_bias"))
     scale = keys.positive("attention_multiplier", 1.0) * attention.head_dim**0.5
     return replace(

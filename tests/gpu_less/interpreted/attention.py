@@ -41,7 +41,7 @@ def test_decodes_are_split_and_merged(dtype: torch.dtype, window: int, spans: li
 
 @pytest.mark.parametrize("span", [(99, 100), (94, 100)])
 def test_blocks_before_the_window_are_not_read(span: tuple[int, int]) -> None:
-    """Such a block may belong to another request by then, and contain a NaN."""
+    """A block before the window may already belong to another request, and may contain NaN."""
     pool, batch = pool_of(2, 16, 16, torch.float16, NUM_BLOCKS, CPU), batch_of([span], 16, NUM_BLOCKS, CPU)
     q = torch.ones(span[1] - span[0], 4, 16, dtype=torch.float16)
     fill(pool, batch, 1)

@@ -102,7 +102,7 @@ class OutgoingHandoff:
             return
         self.order = self.geometry.landing_order(self.num_prompt, num_held)
         if len(targets) != len(self.order):
-            raise ValueError(f"the grant has {len(targets)} rows, but {len(self.order)} are to be sent")
+            raise ValueError(f"the grant has {len(targets)} rows, but the prompt needs {len(self.order)}")
 
     def sources(self, count: int) -> list[int]:
         """Return the next `count` rows to push, or fewer if the request has ended on this node."""
@@ -290,7 +290,8 @@ class HandoffSender(RoleAdapter):
             # The lost reply may have granted a reservation. This node will not write under it, so stop the reservation.
             self.peers.retry_stop(peer, StopRequest(b"", str(error), outgoing.request.id))
             raise
-        self._record(outgoing, "reserving", began_ns, peer)
+        if not reply.error:
+            self._record(outgoing, "reserving", began_ns, peer)
         return reply
 
     def _check_grant(self, outgoing: OutgoingHandoff, reply: ReserveReply, held: list[int], targets: list[int]) -> None:

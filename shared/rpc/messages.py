@@ -226,7 +226,7 @@ class RequestEvent:
 
     The kinds of events, each with its meaning and the other fields that it sets:
     "queued"     the node accepted the request: serial (its number in step records), count = number of its tokens
-    "reserving"  `peer` reserved blocks or refused to: duration_us = time until its reply
+    "reserving"  `peer` reserved blocks: duration_us = time until its reply
     "transfer"   blocks were pushed to `peer`: count = number of blocks, bytes, channel, duration_us
     "committed"  `peer` acknowledged that it has all blocks: duration_us
     "received"   the decode node has all blocks, and the request may run there

@@ -238,6 +238,8 @@ async def test_a_refusal_in_any_phase_is_reported_to_the_router_and_the_peer(pha
         assert len(here.decoder.all(CommitRequest)) == (phase is CommitRequest)
         await here.empty()
         assert (here.stats().handoffs, here.stats().handoffs_failed) == (0, 1)
+        await here.line.ends("r")
+        assert ("reserving" in here.line.kinds("r")) == (phase is not ReserveRequest)
 
 
 @pytest.mark.parametrize("phase", ["reserving", "between chunks", "pushing", "committing"])

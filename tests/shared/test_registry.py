@@ -544,10 +544,9 @@ async def test_in_a_cluster_with_a_secret_entries_that_were_not_signed_with_it_a
         node = RedisAnnouncer("redis://fake", "c", BEAT_S)
         await node.start(INFO)
         async with watching() as registry:
-            assert await wait_until(lambda: registry.nodes == {"d0": INFO}, 5.0)
+            assert await wait_until(lambda: (registry.nodes, registry.skipped) == ({"d0": INFO}, 2), 20.0)
             await reads(redis, 2)
-            assert registry.nodes == {"d0": INFO}
-            assert registry.skipped == 2
+            assert registry.nodes.keys() <= {"d0"}  # on a busy machine, entries may expire
             assert sum("is skipped" in record.getMessage() for record in caplog.records) == 1, "logged once"
         await stranger.close()
         await node.close()

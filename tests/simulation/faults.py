@@ -52,7 +52,7 @@ class Faults:
         nodes = [host for host in up if isinstance(host, NodeHost)]
         if not nodes or (fault.kind == "kill router" and not world.router.is_up):
             return
-        host = random.choice(nodes)
+        host = random.choice(up if fault.kind == "freeze" else nodes)
         world.note(f"fault: {fault.kind} {host.name} for {fault.for_s:.2f} s")
         world.reached(f"fault: {fault.kind}")
         match fault.kind:
@@ -61,7 +61,7 @@ class Faults:
             case "kill router":
                 self.kill(world.router)
             case "freeze":
-                random.choice(up).process.thaws_at = now + fault.for_s
+                host.process.thaws_at = now + fault.for_s
             case kind if kind in OUTAGE.values():
                 for node in nodes:
                     if OUTAGE[node.role] == kind:

@@ -44,7 +44,9 @@ from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from shared.model_files import resolve
 
-SMALLER_MODEL = "take a smaller model, or fewer bits for its weights (--weight-dtype bfloat16, --quantization int8)"
+SMALLER_MODEL = (
+    "take a smaller model, or store its weights in fewer bits (--weight-dtype bfloat16, --quantization int8)"
+)
 
 
 def build(options: BuildOptions, borrowed: PoolClient | None = None) -> EngineComponents:

@@ -122,7 +122,9 @@ def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, Mode
     if options.draft_method == "draft_model":
         check_draft_model(options, path, config)
     if lora_adapters(options) and config.transformers:
-        raise ValueError("--lora-modules: adapters need a model with a native family; see `baton models`")
+        raise ValueError(
+            "--lora-modules: adapters work only with models that Baton implements itself; see `baton models`"
+        )
     if options.on_gpu:
         if config.transformers:
             raise ValueError(f"--device {options.device}: models of transformers run on CPUs only; use --device cpu")
@@ -164,7 +166,7 @@ def check_draft_model(options: BuildOptions, path: Path, config: ModelConfig) ->
         raise ValueError(f"--speculative-config: {error}") from None
     what = f"--speculative-config: the draft model {draft}"
     if theirs.vocab_size != config.vocab_size or _vocabulary(draft) != _vocabulary(path):
-        raise ValueError(f"{what} has another vocabulary than {path}: choose a model of the same family")
+        raise ValueError(f"{what} has a different vocabulary from {path}: choose a model of the same family")
     if kv_places(theirs).groups != UNIFORM or state_units(theirs):
         raise ValueError(f"{what} has sliding windows or recurrent layers: choose one with plain attention")
     if kv_places(config).groups[0].kind != "full":
@@ -184,7 +186,9 @@ def _check_returns(options: BuildOptions, config: ModelConfig) -> None:
     if options.on_gpu:
         raise ValueError(f"{what} runs on CPUs only: use --device cpu, or omit the flag")
     if config.transformers or options.runner == "hash":
-        raise ValueError(f"{what} needs a native family (see `baton models`) and --runner torch: omit the flag")
+        raise ValueError(
+            f"{what} needs a model that Baton implements itself (see `baton models`) and --runner torch: omit the flag"
+        )
 
 
 def check_draft_head(options: BuildOptions, config: ModelConfig) -> ModelConfig:

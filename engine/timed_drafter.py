@@ -38,7 +38,7 @@ class TimedDrafter(Drafter):
         try:
             yield
         except Exception:
-            log.exception("the drafter failed; this node guesses no more tokens")
+            log.exception("the drafter failed; this node continues without speculative decoding")
             self.has_failed = True
 
     @contextmanager

@@ -156,7 +156,7 @@ class MaskFiller:
             excess_s = self._excess_s.get(matcher.grammar, 0.0) + thread_time() - began_s - ROW_S
             self._excess_s[matcher.grammar] = max(0.0, excess_s)
             if excess_s > MAX_EXCESS_S:
-                log.warning("the masks of a grammar take too much processor time: its requests fail")
+                log.warning("the masks of a grammar take too much processor time: requests with this grammar fail")
             if is_allowed and matcher.matcher.is_error():
                 log.warning("a grammar failed at token %d: %s", row.position, one_line(matcher.matcher.get_error()))
                 words[index] = 0

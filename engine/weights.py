@@ -215,7 +215,7 @@ class Checkpoint:
     def shape_of(self, name: str) -> list[int]:
         """Return the tensor's shape. Raises ValueError if it is missing."""
         if name not in self._files:
-            self.refuse(name, "is missing, though the format of the checkpoint needs it")
+            self.refuse(name, "is missing, but the format of the checkpoint requires it")
         with _open(self._files[name]) as file:
             return list(file.get_slice(self._stored[name]).get_shape())
 

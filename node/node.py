@@ -261,7 +261,9 @@ class Node:
         if role is self.role.role:
             return Ack()
         if self.rules.shared_pool:
-            return Ack("its KV pool is shared with a node of the other role: restart it in that role")
+            return Ack(
+                "its KV pool is shared with a node of the other role; restart the node in the role that you want"
+            )
         self.update_info(state="draining")  # set before the first await, so that a concurrent call is refused
         self.sessions.publish_stats(self.stats())  # as in `drain`, before the first rejection
         drain_s = min(max(message.drain_s, 0.0), MAX_DRAIN_S)

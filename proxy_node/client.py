@@ -121,7 +121,7 @@ class EngineClient:
         }
         for name, is_given in unsupported.items():
             if is_given:
-                raise ValueError(f"{name}: not available, because the nodes are vLLM or SGLang servers; leave it out")
+                raise ValueError(f"{name}: not available on nodes that are vLLM or SGLang servers; omit it")
 
     def offer(self) -> Params:
         """Return the parameters of a new handoff if the engine pushes KV, otherwise None.
@@ -135,7 +135,7 @@ class EngineClient:
     def describing(self) -> Iterator[None]:
         """Raise ConfigError if the code in the `with` block cannot read the server's properties because the server is
         of another kind."""
-        no_server = f"--engine {self.url}: is no {self.program} server"
+        no_server = f"--engine {self.url}: this is not a server of {self.program}"
         try:
             yield
         except (LookupError, TypeError, ValueError):

@@ -228,7 +228,7 @@ class ProxyNode:
             return Ack()
         if role not in {"prefill", "decode"} or info.attributes["connector"] != NIXL:
             reason = "its engine has no KV connector that works in both roles; see docs/engines.md"
-            return Ack(f"the node stays a {info.role} node, because {reason}")
+            return Ack(reason)
         if info.state != "ready" or self.lost.done():
             return Ack("the node is draining")
         self.info = replace(info, state="draining")  # set before the first await, to refuse a concurrent call

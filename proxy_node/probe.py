@@ -57,7 +57,7 @@ async def resumes(engine: EngineClient, known: str = "") -> str:
         request = probe_request(prompt, LENGTH, **sampling)
         whole = await engine.collect(request, prompt)
         if len(whole) != LENGTH:
-            raise ConfigError(f"--engine {engine.url}: its answers carry no token ids; {engine.needs}")
+            raise ConfigError(f"--engine {engine.url}: its answers contain no token ids; {engine.needs}")
         again = await engine.collect(request, prompt)
         rest = await engine.collect(request, prompt + whole[:RESUMED])
         if again == whole and rest == whole[RESUMED:]:

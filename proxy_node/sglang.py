@@ -103,7 +103,7 @@ class SglangEngine(EngineClient):
     def check(self, submit: SubmitRequest) -> None:
         super().check(submit)
         if submit.sampling.allowed_tokens:
-            raise ValueError("allowed_token_ids: not available, because SGLang does not have it; leave it out")
+            raise ValueError("allowed_token_ids: SGLang does not support it; omit it")
 
     def offer(self) -> Params:
         room = {"bootstrap_room": 1 + secrets.randbelow(2**63 - 1)}

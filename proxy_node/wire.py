@@ -136,7 +136,7 @@ class EventReader:
                     check_error(event)
                     self.add(output, event)
                 elif line.strip() not in {b"", b"data: [DONE]"} and not line.startswith((b":", b"data: {")):
-                    raise garbage(f"{line[:40]!r} is no event")
+                    raise garbage(f"{line[:40]!r} is not an event")
         return output
 
     def add(self, output: EngineOutput, event: dict[str, Any]) -> None:

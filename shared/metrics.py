@@ -25,7 +25,7 @@ STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
     ("vllm:num_requests_running", "running", "Requests in the running batch."),
     ("vllm:num_requests_waiting", "waiting", "Requests waiting for blocks or a slot."),
     ("vllm:kv_cache_usage_perc", _usage, "Share of KV blocks in use, from 0 to 1."),
-    ("vllm:gpu_cache_usage_perc", _usage, "Alias of vllm:kv_cache_usage_perc, which vLLM's published dashboard uses."),
+    ("vllm:gpu_cache_usage_perc", _usage, "Alias of vllm:kv_cache_usage_perc, for vLLM's published dashboard."),
     ("baton_waiting_tokens", "waiting_tokens", "Prompt tokens of waiting requests."),
     ("baton_kv_blocks_free", "blocks_free", "Free KV blocks."),
     ("baton_kv_blocks_cached", "blocks_cached", "KV blocks that only the prefix cache holds."),
@@ -49,7 +49,11 @@ STATS: tuple[tuple[str, str | Callable[[NodeStats], float], str], ...] = (
     ("baton_handoffs_total", "handoffs", "Requests handed to a decode node."),
     ("baton_kv_blocks_moved_total", "blocks_moved", "KV blocks pushed to decode nodes."),
     ("baton_kv_transfer_bytes_total", "bytes_moved", "Bytes pushed to decode nodes."),
-    ("baton_channel_fallbacks_total", "channel_fallbacks", "Peers connected over a slower KV channel than configured."),
+    (
+        "baton_channel_fallbacks_total",
+        "channel_fallbacks",
+        "Connections to peers over a slower KV channel, because a faster one did not work.",
+    ),
     ("baton_kv_rows_corrupt_total", "rows_corrupt", "KV rows that failed their checksum."),
     ("baton_records_dropped_total", "records_dropped", "Step records and events that a node dropped before sending."),
 )

@@ -57,7 +57,9 @@ def resolve(model: str) -> Path:
     if model in OTHER_DEMO_MODELS:
         if (directory := DEMO_MODEL.with_name(model)).is_dir():
             return directory
-        raise ValueError(f"model {model!r} is in Baton's repository only; give its directory there, demo/{model}")
+        raise ValueError(
+            f"model {model!r} is only in Baton's repository; in a checkout, give the directory demo/{model}"
+        )
     if path.suffix == ".gguf" and path.is_file():
         raise ValueError(
             f"model {model!r} is a file; use its directory, with the original model's config.json and "

@@ -385,7 +385,7 @@ class StreamAnnouncer(Announcer):
                         self._joined.add(address)
                 finally:
                     sending.cancel()
-            return "it ended the stream"
+            return "the router ended the stream"
         except PEER_FAILURES as error:
             problem = str(error) or type(error).__name__
             if tls.own() is None and isinstance(error, (ConnectionResetError, *STREAM_ENDED)):

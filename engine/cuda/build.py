@@ -180,7 +180,7 @@ def _room(options: BuildOptions, one: KVLayout, held: int, gpu: CudaAccelerator)
     if share - most > free:
         raise ValueError(
             f"{given}: {(share - most) / GIB:.1f} GiB are needed for KV, but other processes leave "
-            f"{free / GIB:.1f} GiB of {gpu.name} free: lower the flag, so that its values "
+            f"{free / GIB:.1f} GiB of {gpu.name} free: lower --gpu-memory-utilization, so that its values "
             "for all nodes on this GPU add up to less than 1"
         )
     return share - most

@@ -131,7 +131,7 @@ def first_loadable(names: Sequence[str]) -> str:
         try:
             load(name)
         except ValueError as error:
-            log.info("trying an earlier generation: %s", error)
+            log.info("this FlashAttention cannot be used; trying the next one: %s", error)
         else:
             return name
     return names[-1]

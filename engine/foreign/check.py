@@ -51,7 +51,7 @@ def check(
         for prompt, ours, theirs in zip(prompts, found, expected, strict=True):
             difference = float((ours - theirs).abs().max()) / span
             if not difference <= tolerance:
-                why = "" if decoder.takes_positions else "; its code takes no position_ids, on which a chunk depends"
+                why = "" if decoder.takes_positions else "; its code takes no position_ids, which chunks need"
                 raise ValueError(
                     f"the check failed: a prompt of {len(prompt)} tokens computed {name} has logits that differ from "
                     f"transformers' own by {difference:.1e} of their range, more than {tolerance:.0e}{why}"

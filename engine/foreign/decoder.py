@@ -66,7 +66,7 @@ class ProbePass:
         if mask.refusal:
             raise ValueError(mask.refusal)
         if query.shape[2] != key.shape[2] or len(query) != 1:
-            raise ValueError("it attends to other tokens than those of its input")
+            raise ValueError("it attends to tokens that are not in its input")
         sinks = options.get("s_aux")
         self.calls.append(
             AttentionCall(
@@ -84,12 +84,12 @@ class ProbePass:
             try:
                 seen = mask_function(zero, zero, torch.tensor([at]), keys)
             except IndexError:
-                return Reach(refusal="which tokens a token attends to depends on the tokens of the prompt")
+                return Reach(refusal="the attention mask depends on the tokens of the prompt")
             wrong = seen.expand(len(keys)) != _visible(keys, at, local_size)
             if bool(wrong[at + 1 :].any()):
                 return Reach(refusal="a token attends to later ones: this is not a decoder")
             if bool(wrong.any()):
-                return Reach(refusal=f"a token attends to other tokens than the latest ones (local size {local_size})")
+                return Reach(refusal=f"a token attends to tokens other than the latest ones (local size {local_size})")
         return Reach(local_size or 0)
 
 

@@ -77,7 +77,7 @@ def kept(cache: DynamicCache, part: StatePart) -> Tensor:
     get = cache.get_conv_state if part.is_conv else cache.get_recurrent_state
     found: Tensor | None = get(part.layer, state_idx=part.number)
     if found is None:
-        raise ValueError(f"layer {part.layer} keeps its state in a different place than in the first pass")
+        raise ValueError(f"layer {part.layer} stored its state in another place than in the first pass")
     return found
 
 

@@ -121,7 +121,7 @@ def _load(modules: nn.ModuleDict, path: Path) -> None:
         modules.load_state_dict(found)
     except RuntimeError as error:
         why = " ".join(str(error).split())[:300]
-        raise ValueError(f"{path}: the weights of the vision module do not fit: {why}") from None
+        raise ValueError(f"{path}: the tensors of the vision module do not match config.json: {why}") from None
 
 
 def _processor(rules: ImageRules) -> Any:

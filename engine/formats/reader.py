@@ -188,7 +188,7 @@ class QuantizedReader:
         suffix = "weight_global_scale" if self._scheme.divides else "weight_scale_2"
         whole = self._channels(f"{name}.{suffix}", 1)
         if self._scheme.divides and not bool(whole.all()):
-            self._files.refuse(f"{name}.{suffix}", "is 0, but scales are divided by it")
+            self._files.refuse(f"{name}.{suffix}", "is 0, but the scales must be divided by it")
         return GroupedWeight(codes, E2M1, scales / whole if self._scheme.divides else scales * whole)
 
     # ---- tensors -----------------------------------------------------------------------------------------------

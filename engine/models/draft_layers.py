@@ -88,7 +88,7 @@ def read_eagle(path: Path, config: ModelConfig) -> EagleSpec:
     keys = ConfigReader(read_object(path / "config.json"), path / "config.json")
     if config.transformers or not all(isinstance(one.mixer, AttentionSpec) for one in config.layers):
         raise ValueError(
-            f"method eagle3 needs a model of a native family in which all layers have attention with keys and values; "
+            f"method eagle3 needs a model that Baton implements itself, with keys and values in every layer; "
             f"{config.architecture} is not such a model: use the method ngram"
         )
     keys.require("num_hidden_layers", 1, 1)

@@ -70,7 +70,7 @@ class AdapterRoutes:
 
     def _allowed(self) -> AdapterSync:
         if self._adapters is None:
-            text = "Adapters cannot change at run time: start the cluster with --allow-runtime-lora-updating."
+            text = "Adapters cannot be loaded or unloaded: start the cluster with --allow-runtime-lora-updating."
             raise RequestError(text, code="unknown_url", status=404)
         return self._adapters
 

@@ -99,7 +99,7 @@ class ApiKeys:
                     raise ConfigError(f"{where}, line {number}: {LINE_FORM}")
                 identity = Identity(match["tenant"], match["admin"] is not None)
                 if entries.setdefault(bytes.fromhex(match["hash"]), identity) is not identity:
-                    raise ConfigError(f"{where}, line {number}: repeats an earlier key; a key has one tenant")
+                    raise ConfigError(f"{where}, line {number}: repeats an earlier key; a key can have only one tenant")
         if not 0 < len(entries) <= MAX_KEYS:
             named = file if self._path else "--api-keys"
             raise ConfigError(f"{named}: has {len(entries)} keys: must be 1 to {MAX_KEYS}")

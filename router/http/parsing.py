@@ -139,7 +139,7 @@ async def _grammar(
 
 def _check_can_end(body: GenerateBody, model: ModelCard, param: str) -> None:
     if not (model.eos_ids or body.stop_token_ids):
-        text = "This model has no stop token, which an answer with a grammar needs to end: set `stop_token_ids`."
+        text = "This model has no stop token. An answer with a grammar needs one to end: set `stop_token_ids`."
         raise RequestError(text, param)
 
 

@@ -304,7 +304,7 @@ class PoolingApi:
             async for _, delta in deltas:
                 vector.frombytes(delta.vector)
         if not vector:
-            raise UnavailableError("A node returned no vector; all nodes need this version of Baton.", status=500)
+            raise UnavailableError("A node returned no vector; it may run another version of Baton.", status=500)
         return vector
 
     def _finished(self, vector: "array[float]", dimensions: int | None) -> "array[float]":

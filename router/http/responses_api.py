@@ -164,7 +164,9 @@ class ResponsesApi:
         if stream not in ("true", "false"):
             raise RequestError("`stream` must be true or false.", "stream")
         if after != "-1" and (stream == "false" or not after.isascii() or not after.isdigit() or len(after) > 9):
-            raise RequestError("`starting_after` must be an event's number, and needs `stream`.", "starting_after")
+            raise RequestError(
+                "`starting_after` must be the number of an event, and is only allowed with `stream`.", "starting_after"
+            )
         runs, stored = await self._stored(request)
         if stream == "false":
             return JSONResponse(await runs.snapshot(stored))

@@ -17,7 +17,7 @@ from shared.rpc.methods import ATTACH, PEER_FAILURES, STREAM_ENDED
 
 log = logging.getLogger("baton.fleet")
 MAX_COMMAND_BYTES = 4 << 20
-CLOSED = "The connection was closed without notice, as when the process ends."
+CLOSED = "The connection was closed without notice, probably because the node's process ended."
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `pass_interval`
 UNUSED_INTERVALS = 3 * LIVENESS_INTERVALS  # limit for a node without requests of this router: it reports less often

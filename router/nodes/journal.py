@@ -20,7 +20,11 @@ KEPT_NS = {"lost": 600 * 10**9, "left": 60 * 10**9}  # how long nodes in these s
 CHANGES = {
     "ready": ("ready", logging.INFO, ""),
     "draining": ("draining", logging.INFO, "It takes no new requests and finishes those in progress."),
-    "breached": ("draining", logging.WARNING, "It takes no new requests: its block ledger is broken. Restart it."),
+    "breached": (
+        "draining",
+        logging.WARNING,
+        "Its count of KV blocks is wrong, so it takes no new requests. Restart it.",
+    ),
     "left": ("left", logging.INFO, "It was shut down as planned."),
     "stuck": ("lost", logging.WARNING, "Its engine makes no progress."),
     "lost": ("lost", logging.WARNING, ""),

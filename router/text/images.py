@@ -64,7 +64,9 @@ class ImageReader:
         for param, url in urls:
             media.append(await self.threads.run(tenant, self._read, param, url))
             if sum(len(one.pixels) for one in media) > MAX_IMAGE_BYTES:
-                text = f"Resized for the model, the images in `messages` exceed {MAX_IMAGE_BYTES // 3:,} pixels."
+                text = (
+                    f"The images in `messages`, resized for the model, have more than {MAX_IMAGE_BYTES // 3:,} pixels."
+                )
                 raise RequestError(f"{text} Send fewer or smaller images.", "messages", "invalid_value")
         return media
 

@@ -25,7 +25,7 @@ def read_pooling(directory: Path, vocab_size: int) -> PoolingRule:
     config = read_object(directory / "config.json")
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         return PoolingRule(refusal="This model's attention is bidirectional, which is not supported.")
-    rule = PoolingRule(refusal="modules.json of this model names no Pooling and no LogitScore.")
+    rule = PoolingRule(refusal="This model's modules.json has neither a Pooling nor a LogitScore module.")
     for name, own in _modules(file):
         values = read_object(own / "config.json") if (own / "config.json").is_file() and own != directory else {}
         if name == "Pooling":
@@ -49,7 +49,7 @@ def _modules(file: Path) -> list[tuple[str, Path]]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ConfigError(f"{file} is not a list of modules, each with `type` and `path`") from None
     if any(path.is_absolute() or ".." in path.parts for _, path in found):
-        raise ConfigError(f"{file}: each `path` must be a directory below that of the model")
+        raise ConfigError(f"{file}: each `path` must be inside the model's directory")
     return [(name, file.parent / path) for name, path in found]
 
 

@@ -58,7 +58,7 @@ def optional_calls(tokenizer: Tokenizer, tools: Sequence[EnforcedTool], *, is_si
     not allow such a grammar."""
     syntax = tokenizer.syntax.tools
     if syntax is None or syntax.form is None:
-        raise ToolGrammarError("cannot be enforced for calls that the model may omit, in the syntax of this model")
+        raise ToolGrammarError("cannot be enforced in this model's syntax unless a call is required")
     rules = _Rules(tokenizer, syntax, tools)
     lead, calls = rules.text(rules.lead), rules.calls(is_single)
     if tokenizer.syntax.is_harmony:

@@ -390,7 +390,8 @@ class ServingSettings(CommonSettings):
         1, "Number of processes of the router, which share its ports, nodes and limits."
     )
     max_concurrent_requests: Count = setting(
-        1024, "Maximum requests in progress. More get status 429, unless their tenant uses less than an equal share."
+        1024,
+        "Maximum requests in progress. Others get status 429, unless their tenant uses less than an equal share.",
     )
     max_attempts: Annotated[int, Field(ge=1, le=100)] = setting(
         5, "Maximum attempts for a request, each on another node if possible, before it fails."
@@ -409,7 +410,9 @@ class ServingSettings(CommonSettings):
             raise ValueError("--rebalance on: not with --workers, because no process of the router knows all requests")
         for name in ("max_concurrent_requests", "max_connections"):
             if (limit := getattr(self, name)) < self.workers:
-                raise ValueError(f"{flag_of(name)} {limit}: give at least {self.workers}, one for each of --workers")
+                raise ValueError(
+                    f"{flag_of(name)} {limit}: must be at least {self.workers}, because each of the --workers needs one"
+                )
         return self
 
 
@@ -421,7 +424,7 @@ class ComputingSettings(CommonSettings):
         "auto", "Data type of activations.", "float32 on the CPU, that of the model on a GPU"
     )
     weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Data type of weights.", "--dtype on a GPU, that of the checkpoint on the CPU (computes in float32)"
+        "auto", "Data type of weights.", "on a GPU --dtype, on a CPU the checkpoint's (computation uses float32)"
     )
     model_impl: Literal["auto", "baton", "transformers"] = setting(
         "auto",

@@ -295,7 +295,9 @@ class RpcChannel(grpclib.client.Channel):
                 protocol = cast(PeerProtocol, await super()._create_connection())
         except ssl.SSLError as error:
             other = isinstance(error, ssl.SSLCertVerificationError)
-            problem = "its certificate is of another cluster" if other else f"no TLS ({error.reason}): it has no secret"
+            problem = (
+                "its certificate belongs to another cluster" if other else f"no TLS ({error.reason}): it has no secret"
+            )
             peer_log.warn(self._name, f"not connected: {problem}")
             raise tls.AuthenticationError(f"{problem}; give all processes the same --cluster-secret-file") from error
         if protocol.connection.is_closing():  # grpclib does not check this

@@ -27,13 +27,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--rows", default="", help="comma-separated names of rows; default: all")
     parser.add_argument("--requests", type=int, default=800, help="minimum requests per row")
-    parser.add_argument(
-        "--channel", default="", help="KV channel of all rows, pool with one decode node; default: each row has its own"
-    )
+    parser.add_argument("--channel", default="", help="KV channel of all rows; default: the channel of each row")
     parser.add_argument(
         "--kind", choices=[*KINDS, features.KIND], default="", help="kind of the model; default: each row has its own"
     )
-    parser.add_argument("--colocated", action="store_true", help="no prefill nodes; omit the rows with faults in one")
+    parser.add_argument(
+        "--colocated", action="store_true", help="run no prefill nodes, and omit the rows with a fault in one"
+    )
     parser.add_argument("--no-write", action="store_true", help="do not write the results file")
     chosen = parser.parse_args(arguments)
     known = [*(row.name for row in ROWS), *other_clusters.NAMES]

@@ -98,7 +98,9 @@ def test_a_node_with_another_secret_is_refused_and_gets_no_request(served: Clust
     served.start("decode-9")
     stranger = served.processes.pop("decode-9")
     try:
-        wait_for(lambda: "its certificate is of another cluster" in served.log("decode-9"), "the node logs the reason")
+        wait_for(
+            lambda: "its certificate belongs to another cluster" in served.log("decode-9"), "the node logs the reason"
+        )
         prompt = prompt_of(9, 40)
         assert served.complete(prompt, 4) == expected(prompt, 4)
         time.sleep(1.0)  # time for several connection attempts

@@ -280,7 +280,7 @@ EARLY: dict[str, tuple[dict[str, object], Callable[[Path], object], str]] = {
     "no secret": ({"cluster_secret_file": "/no/secret"}, Path.exists, "--cluster-secret-file /no/secret"),
     "another vocabulary": (
         {"speculative_config": json.dumps({"model": str(DATA / "stories260K")})}, Path.exists,
-        "--speculative-config: the draft model .*stories260K has another vocabulary than {model}",
+        "--speculative-config: the draft model .*stories260K has a different vocabulary from {model}",
     ),
     "a draft model with windows": (
         {"speculative_config": '{"model": "MODEL"}'}, configure(sliding_window=64, architectures=["MistralForCausalLM"]),

@@ -221,7 +221,7 @@ REFUSED: dict[str, tuple[PretrainedConfig, dict[str, Any], str]] = {
     "local chunks": (
         Llama4TextConfig(**GROUPED, head_dim=12, intermediate_size_mlp=52, num_local_experts=2, attention_chunk_size=9),
         {},
-        r"a token attends to other tokens than the latest ones \(local size 9\)",
+        r"a token attends to tokens other than the latest ones \(local size 9\)",
     ),
     "an encoder": (
         BertConfig(**SIZES, intermediate_size=52),

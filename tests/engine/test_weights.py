@@ -416,7 +416,7 @@ def test_a_demo_model_is_found_by_its_name_in_the_repository_only(
     for name in OTHER_DEMO_MODELS:
         assert resolve(name) == DEMO_MODEL.with_name(name)
     monkeypatch.setattr(model_files, "DEMO_MODEL", tmp_path / "model")  # does not exist, as in a wheel
-    with pytest.raises(ValueError, match="in Baton's repository only; give its directory there, demo/moe"):
+    with pytest.raises(ValueError, match="only in Baton's repository; in a checkout, give the directory demo/moe"):
         resolve("moe")
     (tmp_path / "moe").mkdir()
     assert resolve("moe") == Path("moe")  # a directory of that name takes precedence

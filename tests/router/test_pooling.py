@@ -160,7 +160,7 @@ LAST = ("Pooling", {"pooling_mode_lasttoken": True, "pooling_mode_cls_token": Fa
         ([("Pooling", {"pooling_mode_lasttoken": True, "pooling_mode_max_tokens": True})], {}, "lasttoken, max_tokens"),
         ([LAST, ("Dense", {})], {}, "a module of the type Dense"),
         ([LAST], {"is_causal": False}, "bidirectional"),
-        ([], {}, "names no Pooling"),
+        ([], {}, "has neither a Pooling"),
     ],
 )
 def test_the_modules_of_sentence_transformers_decide(

@@ -311,7 +311,7 @@ async def test_a_client_with_another_certificate_is_refused_and_logged_once(
         for _ in range(5):
             async with connected(served.address, identity=theirs) as channel:
                 with pytest.raises(
-                    PeerError, match=None if trusts_any_server else "its certificate is of another cluster"
+                    PeerError, match=None if trusts_any_server else "its certificate belongs to another cluster"
                 ):
                     await STOP.call(channel, StopRequest(b"reservation"), WAIT_S)
         assert await wait_until(lambda: not served.server.connections, WAIT_S)
@@ -366,6 +366,6 @@ async def test_a_server_with_another_certificate_receives_no_request(
 ) -> None:
     monkeypatch.setattr(theirs.server_context, "verify_mode", ssl.CERT_NONE)
     async with recording(theirs) as served, connected(served.address, identity=ours) as channel:
-        with pytest.raises(PeerError, match="its certificate is of another cluster"):
+        with pytest.raises(PeerError, match="its certificate belongs to another cluster"):
             await STOP.call(channel, StopRequest(b"the prompt"), WAIT_S)
         assert served.received == []

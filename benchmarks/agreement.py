@@ -1,7 +1,8 @@
-"""Compare ten pairs of clusters by simulation and by measurement, and count how often the verdicts agree.
+"""Compare ten pairs of arms by simulation and by measurement, and count how often the verdicts agree.
 
-The pairs, their traffic and their limits were chosen before any pair was measured. Emulated nodes sleep as long as the
-cost file of --cost says; everything else about them is real. --trace is a file such as azure2023_conv_first_half.csv.
+The arms are those of `baton compare`. The pairs, their traffic and their SLOs were chosen before any pair was measured.
+Emulated nodes sleep as long as the cost file of --cost says; everything else about them is real. --trace is a file such
+as azure2023_conv_first_half.csv.
 
 With --slow N, all times of the device and all limits are N times as long, and rates are divided by N, so that delays on
 a busy machine matter less. All pairs are simulated before the first one is measured.

@@ -224,7 +224,7 @@ class RequestTrace:
     output_ns: int = 0  # when tokens of the first sample arrived most recently
     longest_gap_ns: int = 0  # the longest time between two arrivals of tokens of the first sample
     ended_ns: int | None = None  # when the last sample ended
-    finish: str = ""  # finish reason of the last sample that ended, or of the first that was cut short
+    finish: str = ""  # of the first sample that was cut short or, if none was, of the last one that ended
     num_ended: int = 0
     status: int | None = None  # HTTP status and message of the error if the request was refused or failed
     message: str = ""

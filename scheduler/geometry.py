@@ -119,8 +119,8 @@ class Geometry:
         """Return how many rows a node lends to a peer that computes a prompt in the node's pool, as two numbers.
 
         The first number counts the rows that already have the KV and the state of the first `held` blocks. The second
-        number counts the rows for the other blocks and for two states. Every group gets rows for all the other blocks,
-        because the peer releases no rows while it computes.
+        number counts the rows for the other blocks and for two states. Even a group with a window gets rows for all the
+        other blocks, because the peer releases no rows while it computes.
         """
         held_rows, rest = self.state_rows if held else 0, -(-num_prompt // self.block_tokens) - held
         for group in self.attention:

@@ -70,7 +70,7 @@ def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
 
 
 def with_states(places: KVPlaces, config: ModelConfig, row_bytes: int) -> KVPlaces:
-    """Return `places` with a group for the model's recurrent states, if it has any, in rows of `row_bytes` bytes."""
+    """Return `places`. If the model has recurrent states, add a group for them, with rows of `row_bytes` bytes."""
     if not (sizes := state_units(config)):
         return places
     units = tuple(unit_places(sizes, row_bytes // STATE_BYTES))

@@ -25,7 +25,7 @@ CPU_BLOCK_TOKENS = 16
 CPU_NUM_SEQS = 64  # the default of --max-num-seqs on CPUs
 DEFAULT_STATES = 24  # a pool of the default size has room for this many recurrent states
 HASH_LANES = 4  # number of 64-bit integers that the hash model stores for a token
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # one of them exists if CUDA works: on Linux, WSL or Jetson
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # of Linux, WSL and Jetson; if CUDA works, one exists
 
 
 @dataclass(frozen=True, slots=True)

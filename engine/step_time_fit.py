@@ -88,8 +88,8 @@ class CostFit:
         scheduler.cost = fit.model()
 
     Guarantees: Memory is limited to RECENT + KINDS * PER_KIND observations. Between fits, `model()` returns the same
-    object. After a change of the device's speed, the model is corrected once WATCHED steps of known kinds (and at least
-    REFIT_S seconds of steps) have run.
+    object. After a change of the device's speed, the model is corrected when at least WATCHED steps of known kinds
+    have run, which took at least REFIT_S seconds in total.
     """
 
     def __init__(self) -> None:

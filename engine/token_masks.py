@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
-from time import thread_time
+from time import monotonic, thread_time
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +28,8 @@ IntArray = NDArray[np.int32]
 WORD_BITS = 32
 # Processor time in which a row's matcher should, on average, take the new tokens and fill a mask. If the rows of a
 # grammar together exceed this time by MAX_EXCESS_S, the grammar's requests fail, because they delay the other requests.
-ROW_S, MAX_EXCESS_S = 0.002, 2.0
+# The excess falls by FORGIVEN_S per second, so that requests with this grammar are accepted again later.
+ROW_S, MAX_EXCESS_S, FORGIVEN_S = 0.002, 2.0, 0.02
 # For each value of a byte of a mask, the limits (inf or -inf) on the logits of the byte's 8 tokens, float32 [256, 8].
 LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 LIMITS = LIMITS.astype(np.float32)
@@ -107,6 +108,7 @@ class MaskFiller:
     def __init__(self, num_threads: int = len(os.sched_getaffinity(0)) // 4) -> None:
         self._num_threads = num_threads
         self._excess_s: dict[str, float] = {}  # grammar -> time above ROW_S of all its rows; only slow grammars
+        self._filled_at = monotonic()
 
     def start(self, rows: Sequence[MaskedRow]) -> Callable[[], TokenMasks | None]:
         """Begin to compute the masks of rows with a grammar. Return a function that waits for the masks and returns
@@ -129,7 +131,9 @@ class MaskFiller:
 
     def _fill(self, indices: list[int], rows: list[MaskedRow]) -> TokenMasks:
         matchers = [row.matcher for row in rows if row.matcher is not None]
-        self._excess_s = {name: each - ROW_S for name, each in self._excess_s.items() if each > ROW_S}
+        before, self._filled_at = self._filled_at, monotonic()
+        less_s = FORGIVEN_S * (self._filled_at - before)
+        self._excess_s = {name: each - less_s for name, each in self._excess_s.items() if each > less_s}
         words = np.zeros((len(rows), matchers[0].num_words), np.int32)
         left = list(range(len(rows)))
         while left:  # one row of each request at a time; a request has several rows only in speculative decoding

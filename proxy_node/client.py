@@ -162,7 +162,7 @@ class EngineClient:
         return (await self.fetch("GET", path, timeout_s=ANSWER_S)).decode("utf-8", "replace")
 
     async def fetch(self, method: str, path: str, timeout_s: float | None = None, **options: Any) -> bytes:
-        """Send a request, and return the answer's body, which has at most MAX_ANSWER_BYTES. Raises EngineFailure."""
+        """Send a request, and return the answer's body. Raises EngineFailure, also if it exceeds MAX_ANSWER_BYTES."""
         body = b""
         async with self.call(method, path, timeout_s, **options) as answer:
             while more := await answer.content.read(1 << 16):

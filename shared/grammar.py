@@ -24,7 +24,8 @@ JSON_OPTIONS: dict[str, Any] = {
 # Errors do not quote the grammar, since they are logged. The other limits on time and memory are llguidance's defaults.
 LIMITS = LLParserLimits(verbose_errors=False)
 MAX_ERROR = 300  # characters
-COMPILED = 8  # the number of compiled grammars that are kept; the samples of a request share one of them
+# The number of compiled grammars that are kept, so that the samples of a request share one. Each can take 200 MB.
+COMPILED = 2
 EXCERPT = re.compile(r"\n *\d+ \| |<state>")
 _END = "<|end of grammar|>"
 

@@ -552,7 +552,7 @@ class RedisRegistry(Registry):
                 if nodes != self.nodes:
                     self.nodes = nodes
                     changed()
-                # The router may have no permission to remove names. The next read notices a lost connection.
+                # Ignore failures: the router may lack the permission, and the next read reports a lost connection.
                 with contextlib.suppress(*REDIS_FAILURES):
                     await self._remove_names([member for name, member in missing.items() if name in stale])
             await asyncio.sleep(self._interval_s)

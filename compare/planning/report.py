@@ -171,7 +171,7 @@ def _capacity(found: CapacityEstimate) -> Document:
 
 def winners_by_lengths(result: SearchResult, simulations: Simulations) -> list[Document]:
     """Return a cell for each pair of lengths: the mean lengths, the capacities by arm, and the winner. The winner
-    is the arm with at least MIN_COARSE_PERCENT more capacity than the others, or "" if no arm leads by as much."""
+    is the arm with at least MIN_COARSE_PERCENT more capacity than the others, or "" if there is no such arm."""
     own = {one.arm: one.capacity for one in result.found if one.arm in result.varied}
     cells = []
     for lengths, capacities in sorted({**result.lengths, SAME: own}.items() if result.lengths else ()):

@@ -153,7 +153,7 @@ def _compiled(function: Callable[[Any], None]) -> Any:
 
 
 class Kernel:
-    """A compiled function of a pointer to int64 values. Each of the values is a number or the address of a tensor."""
+    """A compiled function that takes a pointer to int64 values, which are numbers and the addresses of tensors."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled  # numba's object, for inspecting the code

@@ -1,9 +1,9 @@
 """Forward passes captured as CUDA graphs.
 
-Graphs are captured for some step sizes, and a step is padded to the next of these sizes. A step of decodes replays one
-graph. A small step with chunks replays several graphs and computes attention between the graphs, because the kernel
-launches of attention depend on the step. A step above the largest size runs without a graph, because its kernels take
-longer than their launches.
+Graphs are captured for some step sizes, and a step is padded to the next of these sizes. A step with only decodes
+replays one graph. A small step with chunks replays several graphs and computes attention between the graphs, because
+the kernel launches of attention depend on the step. A step above the largest size runs without a graph, because its
+kernels take longer than their launches.
 """
 
 import logging

@@ -86,7 +86,9 @@ class StateProbe(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, config: Any, module: nn.Module) -> None:
         super().__init__(config=config)
-        self._parts: dict[nn.Module, dict[tuple[int, int, bool], None]] = {}  # layer, number, is_conv of each state
+        self._parts: dict[
+            nn.Module, dict[tuple[int, int, bool], None]
+        ] = {}  # of each module: keys (layer, number, is_conv)
         self._calls: list[nn.Module] = []  # the modules whose code runs, from the outermost to the innermost
         self._module = module
 

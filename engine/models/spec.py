@@ -71,7 +71,7 @@ class AttentionSpec:
 
     @property
     def rotated(self) -> int:
-        """Return the number of dimensions of a head for which angles are computed."""
+        """Return how many dimensions of a head get an angle."""
         return self.head_dim
 
 
@@ -83,7 +83,7 @@ class LatentSpec:
     of all heads derive, and of a rotated key of `rope_dim` dimensions for all heads. A head's query has `nope_dim`
     unrotated dimensions and `rope_dim` rotated dimensions. Queries derive from a vector of `q_rank` dimensions, or from
     the hidden state if `q_rank` is 0. The weights of keys multiply the queries, and the weights of values multiply the
-    outputs. The stored latents stay as they are. If `interleaved`, the checkpoint rotates dimension 2i with dimension
+    outputs. The stored latents are never expanded. If `interleaved`, the checkpoint rotates dimension 2i with dimension
     2i + 1. For other fields see `AttentionSpec`."""
 
     heads: int

@@ -20,6 +20,7 @@ from router.http.asgi import Identity, described
 from router.http.bodies import ChatBody
 from router.http.generation import ServedModels
 from router.http.output import OutputProcessor, PromptOutput
+from router.http.parsing import THREADS
 from router.http.response_bodies import Item, ResponsesBody, items_of, turns_of
 from router.http.response_events import Event, ResponseEvents
 from router.metrics.request_metrics import SampleTimings, SloTargets
@@ -197,10 +198,13 @@ class ResponseRuns:
         await _patiently(lambda: self.cancel(response_id))
 
     async def replay(self, stored: StoredResponse) -> Replay:
-        """Return a replay that has processed the response's whole log."""
+        """Return a replay that has processed the response's whole log, which takes a second for long logs."""
+        return await THREADS.run(stored.tenant, self._replayed, stored, await self.store.read(stored.id, 0))
+
+    def _replayed(self, stored: StoredResponse, deltas: Sequence[TokenDelta]) -> Replay:
         replay = Replay(self._models, stored)
         replay.events.start()
-        for delta in await self.store.read(stored.id, 0):
+        for delta in deltas:
             replay.add(delta)
         return replay
 

@@ -42,9 +42,9 @@ def event(value: object) -> bytes:
     return f"data: {dump(value)}\n\n".encode()
 
 
-def typed_events(events: Iterable[dict[str, Any]]) -> bytes:
+def typed_events(events: Iterable[dict[str, Any]], write: Callable[[object], str] = dump) -> bytes:
     """Return server-sent events. The `type` of an event is also its name, as in the Responses and Messages APIs."""
-    return "".join(f"event: {each['type']}\ndata: {dump(each)}\n\n" for each in events).encode()
+    return "".join(f"event: {each['type']}\ndata: {write(each)}\n\n" for each in events).encode()
 
 
 class ResponseFormatter:

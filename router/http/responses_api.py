@@ -7,7 +7,7 @@ A response of another tenant gives the status 404, like a response that does not
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +24,11 @@ from router.http.asgi import SCOPE_KEY, STREAM_HEADERS, ResponseWriter, describe
 from router.http.bodies import ChatBody
 from router.http.generation import GenerationService
 from router.http.messages import MAX_MESSAGES, object_in, renamed_parameters
+from router.http.parsing import THREADS
 from router.http.response_bodies import Item, ResponsesBody, items_of, items_to_json
 from router.http.response_events import ResponseEvents, items_with_ids
 from router.http.response_runs import ResponseRuns, body_of, fit
-from router.http.responses import typed_events
+from router.http.responses import dump_in_parts, typed_events
 from router.responses_store import StoredResponse
 from shared.errors import RequestError
 from shared.rpc.messages import pack_ids
@@ -104,16 +105,17 @@ class ResponsesApi:
                     new = [*started, *events.add(delta, choice.prompt.cached_tokens)]
                     started = []
                     if body.stream:
-                        await reply.events(typed_events(new))
+                        await reply.events(await _encoded(new, body, reply.identity.tenant))
         except Exception as error:
             if started or not body.stream:  # the reply can still have an error status
                 raise
             _, value, _ = described(error, response_id)
-            await reply.events(typed_events(events.fail("failed", value["error"]["message"])))
+            last = events.fail("failed", value["error"]["message"])
+            await reply.events(await _encoded(last, body, reply.identity.tenant))
         if body.stream:
             await reply.end()
         else:
-            await reply.json(events.response)
+            await _reply_with(events.response, body, reply)
 
     async def _answer_stored(
         self,
@@ -139,7 +141,7 @@ class ResponsesApi:
                         await runs.store.delete(stored.id)  # the client never got the id
                         raise error
                     if body.stream:
-                        await reply.events(typed_events(events))
+                        await reply.events(await _encoded(events, body, stored.tenant))
         except asyncio.CancelledError:  # the client is gone
             if not body.background:
                 runs.abandon(stored.id)
@@ -151,7 +153,7 @@ class ResponsesApi:
         if body.stream:
             await reply.end()
         else:
-            await reply.json(last["response"])
+            await _reply_with(last["response"], body, reply)
 
     async def get(self, request: Request) -> Response:
         """Handle GET /v1/responses/{id}. With `stream`, send the events after event number `starting_after`."""
@@ -245,13 +247,30 @@ class ResponsesApi:
         return context
 
 
+async def _encoded(events: Sequence[dict[str, Any]], body: ResponsesBody, tenant: str) -> bytes:
+    """Return server-sent events. The events at the end of an item may repeat the logprobs of a long text, so they are
+    encoded on a thread."""
+    if body.has_logprobs and any(each["type"].endswith(".done") for each in events):
+        return await THREADS.run(tenant, typed_events, events, partial(dump_in_parts, depth=6))
+    return typed_events(events)
+
+
+async def _reply_with(response: dict[str, Any], body: ResponsesBody, reply: ResponseWriter) -> None:
+    if body.has_logprobs:
+        text = await THREADS.run(reply.identity.tenant, dump_in_parts, response)
+        await reply.encoded_json(text.encode())
+    else:
+        await reply.json(response)
+
+
 async def _events_after(runs: ResponseRuns, stored: StoredResponse, number: int) -> AsyncIterator[bytes]:
     """Yield the events after event `number`, as server-sent events."""
     try:
+        body = body_of(stored)
         async with aclosing(runs.follow(stored)) as groups:
             async for events in groups:
                 if new := [event for event in events if event["sequence_number"] > number]:
-                    yield typed_events(new)
+                    yield await _encoded(new, body, stored.tenant)
     except Exception as error:  # noqa: BLE001 - the status of the reply is already sent
         _, value, _ = described(error, stored.id)
         yield typed_events([{"type": "error", **value}])

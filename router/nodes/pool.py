@@ -377,8 +377,8 @@ class NodePool:
         """Return the groups that `choose` may draw from, each with those of its nodes that may be chosen.
 
         Groups that can generate only on nodes in `avoid` are returned only if there are no other groups and
-        `only_others` is not set. Groups that can generate only on ejected nodes are returned only if there are no
-        others."""
+        `only_others` is not set. Groups in which all nodes of a role are ejected are returned only if there are no
+        others, and groups that can generate only on ejected nodes come last."""
         groups = [each for each in groups if each.most_kv_tokens >= sizes[1]] or groups
         allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter, sizes)) for each in _generating(groups)]
         allowed = [each for each in allowed if each[1] or each[2]]
@@ -387,7 +387,9 @@ class NodePool:
             others = [each for each in others if any(node.info.id == prefix_node for node in each[1])] or others
         found, now = others if only_others else others or allowed, time.monotonic()
         # Of the nodes of one role in a group, either none or all are ejected.
-        return [each for each in found if not self.outliers[(each[2] or each[1])[0].info.id].is_ejected(now)] or found
+        ejected = [[self.outliers[some[0].info.id].is_ejected(now) for some in each[1:] if some] for each in found]
+        working = [each for each, roles in zip(found, ejected, strict=True) if not any(roles)]
+        return working or [each for each, roles in zip(found, ejected, strict=True) if not roles[-1]] or found
 
     def _allowed(
         self,

@@ -3,13 +3,15 @@
 import json
 from dataclasses import replace
 from random import Random
-from time import process_time
+from time import process_time, sleep
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from engine.models.decoder import Decoder
 from engine.runner import leads
@@ -90,6 +92,19 @@ def test_a_step_does_not_wait_for_the_first_states_of_a_large_grammar() -> None:
     assert process_time() - began_s < made_s, "the samples of a request compile their grammar once"
 
 
+def test_few_compiled_grammars_are_kept_because_each_may_take_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, texts = list[str](), [choice_grammar([f"kept {number}"]) for number in range(3)]
+
+    def compile_(tokenizer: LLTokenizer, text: str, **options: Any) -> LLMatcher:
+        compiled.append(text)
+        return LLMatcher(tokenizer, text, **options)
+
+    monkeypatch.setattr("shared.grammar.LLMatcher", compile_)
+    for text in (texts[0], *texts, texts[0]):
+        matcher_of(text)
+    assert compiled == [*texts, texts[0]]
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_grammar_whose_masks_take_too_long_fails(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.token_masks.MAX_EXCESS_S", 0.1)
@@ -104,6 +119,11 @@ def test_a_grammar_whose_masks_take_too_long_fails(num_threads: int, monkeypatch
             break
     assert length < 69
     assert process_time() - began_s < 2
+    monkeypatch.setattr("engine.token_masks.FORGIVEN_S", 1000.0)
+    sleep(0.01)  # this forgives the excess, although no other request had a grammar in the meantime
+    masks = filler.start([row_of(matcher_of(ambiguous), [])])()
+    assert masks is not None
+    assert allowed_by(masks)[0] == set(ids_of("a"))
 
 
 def test_a_stop_token_is_allowed_exactly_where_the_text_is_complete() -> None:

@@ -256,6 +256,21 @@ async def test_an_ejected_node_that_is_alone_in_its_group_gets_no_requests_while
     here.check_over()
 
 
+async def test_an_ejected_prefill_node_that_is_alone_in_its_group_gets_no_requests_either() -> None:
+    here = stage("p0 d0 p1 d1", disaggregate="always")
+    here.p1.info, here.d1.info = (replace(each.info, fingerprint="new") for each in (here.p1, here.d1))
+    here.p1.die()
+    here.p1.revive()
+    runs = [await here.submit(name=f"r{number}") for number in range(20)]
+    assert not here.p1.submits
+    here.d0.die()
+    await settle()
+    assert len(here.p1.submits) == 20, "no other group can generate"
+    for run in runs:
+        await run.close()
+    here.check_over()
+
+
 async def test_requests_that_end_at_a_stop_string_show_that_their_nodes_work() -> None:
     here = stage("p0 " + " ".join(f"d{number}" for number in range(12)), disaggregate="always")
     for number in range(MAX_FAILURES):

@@ -1,4 +1,5 @@
 import json
+import threading
 from typing import Any
 
 import openai
@@ -6,6 +7,7 @@ import pytest
 
 from router.http.bodies import parse_body
 from router.http.response_bodies import ResponsesBody
+from router.http.responses import dump_in_parts
 from shared.errors import RequestError, UnavailableError
 from tests.router.answering import ANSWER, BOTH, FUNCTION, SAID, THOUGHT, client, hermes
 
@@ -108,6 +110,24 @@ async def test_logprobs_come_with_the_text(client, hermes):
     named = (await openai_client.responses.create(model="tiny", input="x", **options)).output[0].content[0].logprobs
     ids = [int(entry.token.removeprefix("token_id:")) for entry in named]
     assert [hermes.token_text(token) for token in ids] == [entry.token for entry in logprobs]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_of_whole_texts_are_encoded_on_a_thread(client, hermes, monkeypatch, stream):
+    threads = []
+
+    def recorded(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return dump_in_parts(*args, **kwargs)
+
+    monkeypatch.setattr("router.http.responses_api.dump_in_parts", recorded)
+    openai_client, _ = await client(hermes, "abc " * 20)
+    include = ["message.output_text.logprobs"]
+    answer = await openai_client.responses.create(model="tiny", input="x", include=include, stream=stream)
+    kinds = {event.type async for event in answer} if stream else set()
+    assert not stream or {"response.output_text.done", "response.completed"} <= kinds
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_a_cut_answer_is_incomplete(client, hermes):

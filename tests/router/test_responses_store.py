@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
@@ -15,6 +16,7 @@ import redis
 
 from router import responses_store
 from router.http.auth import ApiKeys
+from router.http.response_runs import Replay
 from router.nodes.connection import ModelVersion
 from router.responses_store import CANCELLED, MAX_BYTES, MemoryStore, RedisStore, ResponsesStore, StoredResponse
 from router.text.chat_template import ChatTemplate
@@ -63,6 +65,21 @@ async def finished(own: openai.AsyncOpenAI, response_id: str) -> Any:
         events = [event async for event in await own.responses.retrieve(response_id, stream=True)]
         assert events[0].sequence_number == 0
         return await own.responses.retrieve(response_id)
+
+
+async def test_a_long_response_is_rebuilt_on_a_thread(client, hermes, monkeypatch):
+    own, _ = await client(hermes, "abc", responses_store=MemoryStore())
+    first = await own.responses.create(**HELLO)
+    threads, add = set[threading.Thread](), Replay.add
+
+    def recorded(replay: Replay, delta: TokenDelta) -> Any:
+        threads.add(threading.current_thread())
+        return add(replay, delta)
+
+    monkeypatch.setattr(Replay, "add", recorded)
+    assert await own.responses.retrieve(first.id) == first
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_a_stored_response_can_be_read_continued_and_deleted(client, hermes, make_store, monkeypatch):

@@ -173,7 +173,7 @@ class DraftHead(TimedDrafter):
         return [text[len(request.tokens) :] for request, text in zip(requests, texts, strict=True)]
 
     def _pass(self, slices: Sequence[Slice], features: Tensor) -> tuple[Tensor, list[int | None]]:
-        """Guess a token for each slice (None if the draw failed). Return the features for the next guesses, and the tokens."""
+        """Guess a token per slice (None: the draw failed). Return the features for the next pass, and the tokens."""
         batch = self._batch(slices)
         attention = plan_tables(self._attention, self._pool, batch)
         following, logits = self.model.guess(batch, features, self._kernels.begin(batch), attention)

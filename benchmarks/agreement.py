@@ -29,7 +29,7 @@ TIE = "too close to call"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two arms, the rate in requests/s, and the limits in milliseconds."""
+    """Two arms, the rate in requests/s, and the limits of the SLO in milliseconds."""
 
     one: str
     two: str

@@ -39,7 +39,7 @@ ROWS.append(SpeedRow(f"prefill {PROMPT}", "prefill", {"tokens": PROMPT}, "awq", 
 
 
 def written(kind: str) -> Path:
-    """Return the path of the checkpoint "bfloat16" or "awq", which is made if it does not exist."""
+    """Return the path of the checkpoint "bfloat16" or "awq". If the checkpoint does not exist, make it."""
     path = CACHE / f"1.1b-{kind}"
     if (path / "config.json").exists():
         return path

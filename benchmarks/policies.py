@@ -54,7 +54,7 @@ def arrivals() -> list[tuple[float, Request]]:
 
 
 def serve(policy: Policy) -> PolicyRun:
-    """Run the arrivals under `policy`. Requests are added only between two steps, as in the engine's loop."""
+    """Serve all arrivals with `policy`. Requests are added only between two steps, as in the engine's loop."""
     limits = StepLimits(BUDGET_TOKENS if policy.chunked else WHOLE_BUDGET_TOKENS, max_num_seqs=32)
     scheduler = Scheduler(limits, num_rows=4000, block_tokens=16, policy=policy)
     run, now_s = PolicyRun(), 0.0

@@ -25,7 +25,7 @@ from benchmarks.router import NUM_STREAMS, PacedFleet, RouterProcess, started, s
 RATE = 100_000  # tokens per second; more than a router can send on one core
 SLICE_MS = 100
 SCHED_SETATTR = 314  # number of the system call on x86-64
-# (workers, streams, slice in ms; None: default slices). An arm is compared with one worker and the same streams.
+# (workers, streams, slice in ms; None: default slices). Each arm is compared with the one-worker arm above it.
 ARMS = [
     (workers, streams, ms)
     for streams in (NUM_STREAMS, 2 * NUM_STREAMS, 4 * NUM_STREAMS)

@@ -99,7 +99,7 @@ class ScriptedListener(Stopwatch):
 
 
 class SpeculatingEngine:
-    """An engine, with or without speculation, which keeps its step-time model between measurements, as a node does."""
+    """An engine with or without speculation. It keeps its step-time model between measurements, as a node does."""
 
     def __init__(self, parts: EngineComponents, speculation: Speculation | None, clock: Clock) -> None:
         layout, self._clock = parts.layout, clock

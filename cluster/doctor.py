@@ -136,7 +136,7 @@ def secret_files(settings: DoctorSettings) -> str:
     tls.configure(settings.cluster_secret_file, {} if settings.url else {"--registry-host": settings.registry_host})
     if settings.api_keys_file or settings.api_keys:
         ApiKeys(settings.api_keys_file, settings.api_keys)
-    # In a container, --host is an address inside the container, which does not show who can connect.
+    # In a container, --host is an address inside the container, so it does not show who can connect.
     elif not (settings.url or in_container() or tls.is_loopback(settings.host)):
         raise CheckWarning(f"--host {settings.host} serves any client without a key: give --api-keys-file")
     given = [flag_of(name) for name in ("cluster_secret_file", "api_keys_file") if getattr(settings, name)]

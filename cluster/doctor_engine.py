@@ -1,4 +1,4 @@
-"""The checks of `baton doctor --engine`: whether a vLLM server can be a node of Baton, and whether two can exchange KV.
+"""The checks of `baton doctor --engine`: whether a vLLM server can be a node, and whether two servers can exchange KV.
 
 The checks send about thirty short requests. The servers must have no other traffic.
 """
@@ -47,7 +47,7 @@ async def engine_checks(settings: DoctorSettings) -> AsyncIterator[list[tuple[st
         if len(servers) == 2:
             there, back = partial(hands_over, *servers), partial(hands_over, *reversed(servers))
             checks += [("same KV", partial(same_kv, *servers)), ("handoff", there), ("handoff back", back)]
-        yield [(name, deadline()(check)) for name, check in checks]  # a frozen server would not answer
+        yield [(name, deadline()(check)) for name, check in checks]  # a check of a frozen server would never end
 
 
 class EngineExaminer:

@@ -194,8 +194,8 @@ class LocalCluster:
     async def run(self) -> int:
         """Run the processes until they have all ended, and return the exit status.
 
-        The exit status is 0 after one signal, and 128 plus the number of the second signal after two signals. If the
-        end of a child ends the cluster, it is the status of the child, or 1 if the child ended with 0 or by a signal.
+        The exit status is 0 after one signal, and 128 plus the number of the second signal after two signals. If a
+        child's end ends the cluster, the exit status is the child's, or 1 if the child exited with 0 or was killed.
         """
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -346,7 +346,7 @@ def _child(name: str, module: str, settings: Settings, num_threads: int) -> Chil
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a child, without the parent's settings, and with Baton's PYTHONPATH."""
+    """Return the environment for a child: without variables that are settings, and with Baton's PYTHONPATH."""
     settings = {
         variable_of(name) for kind in (LocalSettings, NodeSettings, ProxySettings) for name in kind.model_fields
     }

@@ -80,7 +80,7 @@ class Endpoint:
         return (await self._send("GET", f"/trace?last={min(last_s, MAX_TRACE_S):.0f}s")).content
 
     async def complete(self, prompt: Sequence[int], max_tokens: int, salt: str) -> list[int]:
-        """Return the ids of a greedy answer of exactly `max_tokens` tokens or, if there are none, its text in bytes."""
+        """Return the token ids of a greedy answer of `max_tokens` tokens. Without ids, return the bytes of its text."""
         body: Document = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if self.is_baton else {})
         answer = await self._send("POST", "/v1/completions", json=body)

@@ -94,7 +94,7 @@ class Latency:
         p99 = {name: percentile(name, "p99") for name in ("ttft_ms", "tbt_ms") if slo.get(name)}
         self.is_measured = any(value is not None for value in p99.values())
         self.is_usual = (percentile("ttst_ms", "n") or 0) >= FEW
-        self.over = {  # a text for each latency over its SLO, such as "TTFT p99 812 ms (SLO 500)"
+        self.over = {  # maps each latency over its SLO to a text such as "TTFT p99 812 ms (SLO 500)"
             name: f"{name[:-3].upper()} p99 {value:.0f} ms (SLO {slo[name]:.0f})"
             for name, value in p99.items()
             if value is not None and value > slo[name]
@@ -155,7 +155,7 @@ def _latencies(every: Pool, prefill: Pool, decode: Pool, latency: Latency) -> It
     if "ttft_ms" in latency.over and not every.queue and every.most is not None and every.most < SLACK:
         yield (
             f"{latency.over['ttft_ms']}, yet no node has a queue and none is more than {every.most:.0%} busy: "
-            "either such prompts take that long without other load, or time is lost outside the nodes. "
+            "either these prompts take this long even without load, or the delay is outside the nodes. "
             "The timeline of a slow request shows which."
         )
     if latency.over:

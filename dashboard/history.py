@@ -2,7 +2,7 @@
 
 Nodes stamp their records with the clock of their host. The clock's offset is estimated from the node's latest
 heartbeats, as the smallest difference between the arrival and the sending of a heartbeat. The estimate is too large by
-the latency of that heartbeat, a fraction of a millisecond on a local network. Only offsets over 1 ms are corrected.
+that heartbeat's latency, which is a fraction of a millisecond on a local network. Only offsets over 1 ms are corrected.
 """
 
 from collections import Counter, deque
@@ -87,7 +87,7 @@ class RequestHistory(RouterObserver):
         self._limits = limits
         self._nodes: dict[str, NodeHistory] = {}
         self._traces: dict[str, RequestTrace] = {}  # oldest first
-        self._num_rows = 0  # the rows of all traces
+        self._num_rows = 0  # number of rows of all traces
         self.version = 0  # counts the changes of all requests
 
     def subscribe(self, observer: RecordObserver) -> None:

@@ -224,7 +224,7 @@ class RequestTrace:
     output_ns: int = 0  # when tokens of the first sample arrived most recently
     longest_gap_ns: int = 0  # the longest time between two arrivals of tokens of the first sample
     ended_ns: int | None = None  # when the last sample ended
-    finish: str = ""  # of the first sample that was cut short or, if none was, of the last one that ended
+    finish: str = ""  # reason of the first sample that was cut short; if none was, the reason of the last that ended
     num_ended: int = 0
     status: int | None = None  # HTTP status and message of the error if the request was refused or failed
     message: str = ""

@@ -204,7 +204,7 @@ class HandoffReceiver(RoleAdapter):
         if not 0 <= message.first_token < self._vocab_size:
             return f"token id {message.first_token} is not in the vocabulary of {self._vocab_size}"
         if not 0 <= message.current_state < (2 if reservation.request.shared_pool else 1):
-            return f"the current state is {message.current_state}, which was not reserved"
+            return f"the current state is {message.current_state}, but must be the index of a reserved state"
         return ""
 
     async def stop(self, message: StopRequest) -> Ack:
@@ -220,7 +220,7 @@ class HandoffReceiver(RoleAdapter):
         level = logging.DEBUG if is_finished or message.reason == "aborted" else logging.WARNING
         reason = f"the prefill node stopped: {message.reason[:200]}"
         reservation = self._table.stop(reservation_id)
-        if reservation is not None and is_finished:  # a reported failure might reach the router before the last token
+        if reservation is not None and is_finished:  # a report of the failure could overtake the last token
             self._requests.finish(reservation.request.id, reason)
         self._end(reservation, reason, level)
         return Ack()
@@ -274,7 +274,7 @@ class HandoffReceiver(RoleAdapter):
                 self._requests.guard(end.request.id, self._end, end, "its lease expired")
 
     def _can_write(self, writer: str) -> bool:
-        """Fence a writer whose lease has expired. Return True if it can still write, because it is still connected.
+        """Fence a writer whose lease has expired. Return True if this fails, because the writer is still connected.
 
         The writer may be frozen rather than dead. Without the fence, it could resume and overwrite blocks that were
         reassigned in the meantime.
@@ -284,7 +284,7 @@ class HandoffReceiver(RoleAdapter):
     # ---- ends ---------------------------------------------------------------------------------------------------
 
     def _end(self, reservation: Reservation | None, reason: str, level: int = logging.WARNING) -> None:
-        """Report a failed handoff, unless its request has already ended, and release the blocks."""
+        """Report a failed handoff, unless it was reported when its quarantine began, and release the blocks."""
         if reservation is None:
             return
         request_id = reservation.request.id

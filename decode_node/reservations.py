@@ -13,7 +13,7 @@ from enum import Enum
 from scheduler.request import Request
 
 LEASE_S = 9.0  # leases are checked twice a second, so a dead writer holds blocks for less than 10 s
-LOST_S = 3.0  # after the end of a writer's connection, its leases end within this time, unless it renews them
+LOST_S = 3.0  # a writer's leases end within this time after its connection ended, unless the writer renews them
 
 
 class ReservationPhase(Enum):
@@ -162,7 +162,7 @@ class ReservationTable:
         return [end for end in ends if end is not None]
 
     def writer_lost(self, writer: str, now: float) -> list[Reservation]:
-        """Quarantine the open reservations of a writer whose connection has ended, and shorten their leases.
+        """End or quarantine the open reservations of a writer whose connection has ended, and shorten their leases.
 
         If the writer's process still runs, it renews the leases, and learns from the reply that it must stop.
         """

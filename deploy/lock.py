@@ -1,4 +1,4 @@
-"""Print the packages that `make lock` pins: the requirements of Baton, of the picker, of the build and of torch.
+"""Print the packages that `make lock` pins: the requirements of Baton, of `router.picker`, of the build and of torch.
 
 torch itself and the CUDA libraries are left out: torch's CPU and CUDA builds have equal versions but different hashes,
 and only the CUDA build needs the CUDA libraries.

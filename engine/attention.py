@@ -119,7 +119,7 @@ class _Reach:
 
 class TorchAttention:
     name = "torch"
-    captures = False  # plans read the lengths on the host, which a graph cannot contain
+    captures = False  # plans read the lengths on the host, and a graph cannot contain such a read
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool

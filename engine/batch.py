@@ -19,7 +19,7 @@ from scheduler.request import Request, Slice, StateUse, cdiv
 
 IntArray = NDArray[np.int32]
 FEW_TOKENS = 8  # for up to this many tokens, plain Python is faster than NumPy
-KEPT_ROWS = 1024  # if the cache has more than this many tables in addition to a step's tables, only these are kept
+KEPT_ROWS = 1024  # if the cache has over KEPT_ROWS more tables than a step has slices, only the step's tables are kept
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Batch:
     carried: list[tuple[int, int]] = field(default_factory=list)
     others: list[KVTable] = field(default_factory=list)
     states: StateBatch | None = None  # only for models with recurrent layers
-    adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; [] if all are ""
+    adapters: list[str] = field(default_factory=list)  # digest of each slice's adapter, or ""; [] if no slice has any
     on_axes: Tensor | None = None  # int64 [3, T]: positions on three axes, if a slice has images (see `Rope.sections`)
     images: BatchImages | None = None  # the runner sets this
     # Maps the index of a slice to the positions [start, end) of its images whose tokens attend to each other.
@@ -87,7 +87,7 @@ class Batch:
     # Hidden states for a draft head: maps the index of a layer to the hidden states before it, [T, hidden_size]. The
     # caller sets the keys, and the pass sets the values.
     captured: dict[int, Tensor] = field(default_factory=dict)
-    first_key: int = 0  # queries see no position before this one; 1 for a draft head
+    first_key: int = 0  # queries see no earlier position than this; 1 for a draft head
 
     @property
     def counts(self) -> list[int]:
@@ -152,7 +152,7 @@ class BlockRows:
         return len(request.tables[0]) // self._groups[0].rows
 
     def tables(self, slices: Sequence[Slice], block_tokens: int) -> list[IntArray]:
-        """Return the block tables, int32 [slices, largest number of blocks], with the blocks that each slice reads."""
+        """Return the block tables, each int32 [slices, largest number of blocks]. Entries are numbers of pool rows."""
         counts = [cdiv(slice_.end, block_tokens) for slice_ in slices]
         tables: list[IntArray] = []
         for number, group in enumerate(self._groups):

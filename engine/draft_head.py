@@ -52,7 +52,7 @@ class DraftHead(TimedDrafter):
         """`pool` is a view of the model's pool in which the head is the only layer. `num_tokens` is the maximum number
         of tokens that are guessed for a request in one step."""
         self.model = model
-        self._num_kept = num_tokens + 2  # number of positions whose features are kept: those of a step with guesses
+        self._num_kept = num_tokens + 2  # how many positions' features are kept: enough for a step with guesses
         self._pool, self._kernels, self._attention = pool, kernels, attention
         self._block_rows = BlockRows(pool.places)
         self._kept: dict[str, KeptFeatures] = {}
@@ -120,7 +120,7 @@ class DraftHead(TimedDrafter):
         return self._unit(slice_.state.read)
 
     def _store(self, slices: Sequence[Slice], features: Tensor, ends: Sequence[int]) -> None:
-        """In each state that the slices write or save, store the features of the state's last token."""
+        """In each state that the slices write or save, store the features of the last token that the state covers."""
         first: Slice | None = None  # the first of adjacent slices that share a state
         for slice_, end in zip(slices, ends, strict=True):
             first = slice_ if not slice_.continues else first

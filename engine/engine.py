@@ -65,7 +65,7 @@ class InFlightStep:
     step: Step
     pending: PendingStep | None
     launched_ns: int
-    leads: bool  # the next step may be launched before the results of this one are processed
+    leads: bool  # the next step may be launched before the results of this step are processed
 
 
 class Engine:
@@ -91,7 +91,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._fit = CostFit()
-        self._flight: InFlightStep | None = None  # None between iterations, unless the runner runs ahead
+        self._flight: InFlightStep | None = None  # between iterations, set only if the runner runs ahead
         self._turn_began_ns = self._pass_ended_ns = now_ns()
         self._deadline = StepDeadline(stuck_s)
         self._idle_s = min(IDLE_S, stuck_s / 4)  # short enough that an idle engine does not seem stuck

@@ -132,7 +132,7 @@ class CommonStep:
         return self.slots[self.pool.places.tables[layer]]
 
     def _rotate_and_store_normed(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> Tensor:
-        """Implement `rotate_and_store` for a layer that norms values. A head has the layout's size or twice that."""
+        """Implement `rotate_and_store` for a layer that norms values. A head has once or twice the layout's size."""
         config, layout = self._kernels.config, self.pool.layout
         spec = config.attention[layer]
         assert isinstance(spec, AttentionSpec)

@@ -49,8 +49,8 @@ class LinearFormat(Protocol):
         return self.make(weight.dense(), bias)
 
     def make_exact(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Convert a matrix without rounding it. It is used for LoRA updates and for routers (in float32): rounding
-        could change the choice of experts."""
+        """Convert a matrix without rounding it. This method is used for LoRA updates and for routers in float32.
+        Rounding a router could change the choice of experts."""
 
     def of_experts(self, each: list[Linear]) -> ExpertLinear:
         """Combine the matrices of a layer's experts, each of which was made by this format."""

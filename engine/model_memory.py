@@ -1,4 +1,4 @@
-"""Shows users how much memory a model's weights, KV and recurrent states take. Reads only the headers of files."""
+"""A table for users: the memory of a model's weights, KV and recurrent states. Reads only the headers of files."""
 
 import logging
 from pathlib import Path
@@ -17,7 +17,7 @@ LENGTHS = (1024, 8192, 32768)  # lengths of requests, in tokens
 def memory_of(
     path: Path, config: ModelConfig, layout: KVLayout, groups: tuple[Group, ...], chunk: int
 ) -> dict[str, str]:
-    """Return the rows of the table (name -> text). `chunk` is the maximum number of tokens of a request in a step."""
+    """Return the table: the text of each named row. `chunk` is the maximum number of tokens of a request in a step."""
     geometry = Geometry(layout.block_tokens, groups)
     row, size = layout.block_bytes, layout.block_tokens
     full_rows = sum(group.rows for group in groups if group.kind == "full")

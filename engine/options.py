@@ -25,7 +25,7 @@ CPU_BLOCK_TOKENS = 16
 CPU_NUM_SEQS = 64  # the default of --max-num-seqs on CPUs
 DEFAULT_STATES = 24  # a pool of the default size has room for this many recurrent states
 HASH_LANES = 4  # number of 64-bit integers that the hash model stores for a token
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # of Linux, WSL and Jetson; if CUDA works, one exists
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap")  # of Linux, WSL and Jetson: at least one exists if CUDA works
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +272,9 @@ def cpu_layout(options: BuildOptions, config: ModelConfig) -> KVLayout:
 
 
 def groups_of(options: BuildOptions, config: ModelConfig, row_bytes: int) -> tuple[Group, ...]:
-    """Return the groups of layers and states for which a request has rows in the pool. A row has `row_bytes` bytes.
+    """Return the groups of layers and states. For each group, a request has rows of `row_bytes` bytes in the pool.
 
-    The hash model's rows are too small for the states of the real model, so it has its own states, with two rows each.
+    The hash model's rows are too small for the states of the real model. The hash model has its own states of two rows.
     """
     if options.emulate:
         return UNIFORM

@@ -64,7 +64,7 @@ class Runner(Protocol):
 
     A runner changes nothing in requests except caches, so a step may run twice. If `can_run_ahead` is true, a step may
     be launched while one earlier step is pending. The engine does so if `ahead` is true. Each runner initially sets
-    `ahead` to true if that makes it faster, and `set_ahead` applies the user's choice.
+    `ahead` to true if running ahead makes it faster, and `set_ahead` applies the user's choice.
     """
 
     overruns: int = 0  # number of steps that took longer than on the emulated device; 0 without emulation
@@ -108,8 +108,8 @@ def leads(step: Step) -> bool:
     """Return whether the next step may be built before this step's tokens are known.
 
     The next step must wait in two cases. First, a request's next draw may depend on this step's token, because of
-    penalties, bad words or a grammar, or because the reasoning may reach its budget. Second, this step may verify
-    guesses. The number of its tokens is then not known.
+    penalties, bad words or a grammar, or because the reasoning may reach its budget. Second, if this step verifies
+    guesses, the number of tokens that it yields is not known before it ends.
     """
     return not (step.work.draft_tokens or any(slice_.samples and _decides_next(slice_) for slice_ in step.slices))
 
@@ -211,8 +211,8 @@ class TorchRunner(Runner):
         return outputs
 
     def _computed(self, batch: Batch, *, needs_hidden: bool) -> tuple[Tensor, Tensor]:
-        """Return the logits of the slices that sample, and the hidden states of all logit rows (after a fused pass: an
-        empty tensor)."""
+        """Return the logits of the slices that sample, and the hidden states of all logit rows. If a fused pass
+        computes the batch, return an empty tensor in place of the hidden states."""
         if self.adapters is not None:
             self.adapters.rows.select(batch, self._device)
         fused = None if batch.adapters or batch.images is not None or needs_hidden else self._whole_pass

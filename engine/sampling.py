@@ -27,8 +27,8 @@ FloatArray = NDArray[np.float64]
 CANDIDATES = 256  # number of highest scores that are tried first; if top_p or top_k needs more, the whole row is sorted
 NUMERICAL = "numerical"  # a logit of the row is not finite
 NO_TOKEN = "no_token"  # every token is banned, or the row's grammar has failed
-START_TOKENS = 4  # reasoning starts within this many tokens of an answer, because whitespace may come first
-FORCED_TOKENS = 16  # number of positions at which the end is forced: inside a character, a grammar may forbid the end
+START_TOKENS = 4  # the reasoning begins within the first START_TOKENS tokens of an answer: whitespace may precede it
+FORCED_TOKENS = 16  # the end is tried at this many positions: a grammar forbids it inside a character of several tokens
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
 
 
 def draw(logits: Tensor, adjusted: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Return a token, `BROKEN` or `NOTHING_ALLOWED` for each row. Faster implementations must match this one.
+    """Return a token, `BROKEN` or `NOTHING_ALLOWED` for each row. Faster implementations must return the same tokens.
 
     If a logit of a row is not finite, the row is BROKEN. For a greedy row, the first of the likeliest tokens is drawn.
     For other rows, the adjusted logits are divided by the temperature (float32), and `restrict` filters the results.
@@ -187,7 +187,7 @@ def _describe(logits: Tensor, rows: Sequence[SamplingRow], draws: list[DrawResul
 
 
 def adjust(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> Tensor:
-    """Return a copy of `logits` with bans, biases, penalties and masks applied, or `logits` if there are none."""
+    """Return a copy of `logits` with bans, biases, penalties and masks applied, or `logits` if no row needs them."""
     shifts = [
         (index, token, amount)
         for index, row in enumerate(rows)

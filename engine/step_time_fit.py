@@ -20,14 +20,14 @@ from scipy.optimize import nnls
 from scheduler.cost import MAX_COEFFICIENT, CostModel, StepWork
 from scheduler.request import Step
 
-RECENT = 256  # number of latest steps that are kept; the margin is computed from all of them
+RECENT = 256  # number of latest steps that are kept; `margin` is computed from them
 FITTED = 128  # number of latest steps that the model is fitted to
 DECAY = 0.98  # weight of a step relative to the next newer step; the weight halves every 34 steps
 KINDS, PER_KIND, OLD_WEIGHT = 48, 2, 0.02  # older steps: how many kinds are kept, how many steps per kind, their weight
 INERTIA = 1e-4  # weight of the previous model in a fit; matters only for coefficients that the steps do not determine
 NOISE = 0.1  # assumed relative error of a measurement; a larger value pulls the cost of attention more strongly to 0
 REACH = 1024  # it is assumed that attention to this many tokens takes at most about as long as the rest of a step
-KNEE_GAIN = 0.98  # `knee_tokens` changes only if this reduces the squared error below this fraction of the current one
+KNEE_GAIN = 0.98  # `knee_tokens` changes only if the new squared error is below this fraction of the current error
 FIRST_FIT = 8  # number of steps before the first fit
 REFIT_STEPS, REFIT_S = 16, 0.1  # minimum steps and seconds between fits; a fit takes less than a millisecond
 CHANGE = 1.5  # the device's speed has changed if the median of the last WATCHED predictions is off by this factor
@@ -43,7 +43,7 @@ FIRST_S = 300.0  # deadline of the first step, in seconds
 
 
 class StepTiming(NamedTuple):
-    """The start of a step's pass (Unix time), the duration of the pass, and the duration of the iteration's rest."""
+    """The start of a step's pass (Unix time), and the durations of the pass and of the rest of the iteration."""
 
     step: Step
     start_ns: int
@@ -190,16 +190,16 @@ WEIGHTS = [DECAY ** (age / 2) for age in range(FITTED)]  # square roots, because
 def _fit(
     samples: Sequence[StepObservation], weights: Sequence[float], before: CostModel, knee: float
 ) -> tuple[float, tuple[float, ...]]:
-    """Fit the model for one knee. Return the weighted sum of squared relative errors, and the fields of a CostModel
-    except `margin`.
+    """Fit a model whose `knee_tokens` is `knee`. Return the weighted sum of squared relative errors, and the fields of
+    the CostModel except `margin`.
 
     Solves a non-negative least squares problem with a row for each sample. One more row for each coefficient (weight
     INERTIA) pulls the coefficient towards its value in `before`.
 
     The coefficients of attention (per_pair and per_context) are instead pulled towards 0, with a greater weight. This
-    assumes that REACH tokens of context take at most as long as the rest of a step. Once steps with long contexts have
-    been seen, this pull has no effect. Without it, the noise of short prompts would determine per_pair, and the
-    prediction for a long prompt could be a hundred times too long. Raises RuntimeError if the solver does not converge.
+    weight assumes that REACH tokens of context take at most as long as the rest of a step. Once steps with long
+    contexts have been seen, this pull has no effect. Without it, the noise of short prompts would determine per_pair,
+    and the time of a long prompt could seem 100 times too long. Raises RuntimeError if the solver does not converge.
     """
     works, seconds = [sample.work for sample in samples], np.array([sample.seconds for sample in samples])
     terms = [(1, max(knee, w.tokens), w.prefill_pairs, w.decode_context, w.decode_tokens) for w in works]
@@ -227,7 +227,7 @@ def _fit(
 
 
 def fit_cost(works: Sequence[StepWork], seconds: Sequence[float]) -> CostModel:
-    """Return the model with the smallest squared relative errors over all these steps, without a margin.
+    """Return the model with the smallest sum of squared relative errors over these steps, without a margin.
 
     Raises ValueError if there are fewer than FIRST_FIT steps or a step took no time.
     """

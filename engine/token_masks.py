@@ -26,9 +26,9 @@ from shared.grammar import GrammarTokenizer, one_line
 log = logging.getLogger("baton.engine")
 IntArray = NDArray[np.int32]
 WORD_BITS = 32
-# Processor time in which a row's matcher should, on average, take the new tokens and fill a mask. If the rows of a
-# grammar together exceed this time by MAX_EXCESS_S, the grammar's requests fail, because they delay the other requests.
-# The excess falls by FORGIVEN_S per second, so that requests with this grammar are accepted again later.
+# On average, a row's matcher may use ROW_S of processor time to read the new tokens and to fill a mask. If the rows of
+# a grammar together exceed this time by MAX_EXCESS_S, the grammar's requests fail, because they delay other requests.
+# The excess falls by FORGIVEN_S per second. Later requests with this grammar may therefore succeed.
 ROW_S, MAX_EXCESS_S, FORGIVEN_S = 0.002, 2.0, 0.02
 # For each value of a byte of a mask, the limits (inf or -inf) on the logits of the byte's 8 tokens, float32 [256, 8].
 LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
@@ -101,18 +101,18 @@ def _limits(words: IntArray, device: torch.device) -> Tensor:
 class MaskFiller:
     """Computes the masks of a step's rows on a separate thread. A runner owns it and calls it from one thread.
 
-    If `num_threads` is at least 2, that many further threads fill the masks. The default is a quarter of the cores,
-    because the other cores run the pass.
+    If `num_threads` is at least 2, this number of additional threads fills the masks. The default is a quarter of the
+    cores, because the other cores run the pass.
     """
 
     def __init__(self, num_threads: int = len(os.sched_getaffinity(0)) // 4) -> None:
         self._num_threads = num_threads
-        self._excess_s: dict[str, float] = {}  # grammar -> time above ROW_S of all its rows; only slow grammars
+        self._excess_s: dict[str, float] = {}  # grammar -> sum of its rows' time above ROW_S; only slow grammars
         self._filled_at = monotonic()
 
     def start(self, rows: Sequence[MaskedRow]) -> Callable[[], TokenMasks | None]:
         """Begin to compute the masks of rows with a grammar. Return a function that waits for the masks and returns
-        them. It returns None if no row has a grammar.
+        them. The function returns None if no row has a grammar.
 
         Rows of one request must be in order of their positions. A row whose grammar has failed allows no token.
         """

@@ -26,8 +26,8 @@ from shared.rpc.messages import Media, SubmitRequest, TokenDelta, unpack_ids
 log = logging.getLogger("baton.node")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 MAX_TOKENS = 1 << 23  # maximum number of submitted tokens of all requests together: 300 MB at 36 bytes per token
-PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as one token; MAX_TOKENS tokens are 1 GiB
-MAX_POOLS = 16  # the limit is at least the number of tokens that fit into this many KV pools of the node's size
+PIXEL_BYTES_PER_TOKEN = 128  # this many bytes of images count as one token, so MAX_TOKENS allows 1 GiB of images
+MAX_POOLS = 16  # the default limit is at least the number of tokens that fit into this many of the node's KV pools
 
 
 class OverloadedError(ValueError):
@@ -357,8 +357,8 @@ class ActiveRequests:
         self._engine.post(end)
 
     def release(self, request: Request) -> "asyncio.Future[None]":
-        """Abort a request in the scheduler for good. The returned future is done when no launched step can write to the
-        request's blocks any more."""
+        """Abort a request in the scheduler. If it is not there yet, it will not be added. The returned future is done
+        when no launched step can write to the request's blocks any more."""
         done: asyncio.Future[None] = self._loop.create_future()
         publisher = self._state.publisher
         self._engine.post(lambda scheduler: publisher.release(scheduler, request, done))

@@ -36,7 +36,7 @@ class EngineStep:
     prefill_tokens: int
     num_decodes: int
     decode_tokens: int
-    running: int  # number of requests after the step
+    running: int  # number of running requests after the step
     waiting: int
     cached_tokens: int
     max_num_seqs: int

@@ -46,7 +46,7 @@ class ImageEncoding:
         self._queued: dict[bytes, Media] = {}  # the images of `_encoding` that are not being encoded yet
         self._is_encoding = False
         self._fetching: dict[bytes, asyncio.Future[ImageFeatures | None]] = {}
-        self._num_waiting = Counter[asyncio.Future[Any]]()  # requests that wait for each future
+        self._num_waiting = Counter[asyncio.Future[Any]]()  # number of requests that wait for each future
 
     def start(self, images: Sequence[PromptImage]) -> asyncio.Task[None]:
         """Start and return a task that sets the features of the images. The task raises ValueError if the pixels of
@@ -68,8 +68,8 @@ class ImageEncoding:
         return found if found is not None else await self._wait(self._encode(image), image)
 
     async def _wait(self, future: "asyncio.Future[T]", image: Media) -> T:
-        """Wait for a future that several requests share. If the last of them stops waiting, cancel the future, except
-        while the image is being encoded."""
+        """Wait for a future that several requests share. When the last of these requests stops waiting, cancel the
+        future, unless the image is being encoded."""
         self._num_waiting[future] += 1
         try:
             return await asyncio.shield(future)

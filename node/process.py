@@ -55,7 +55,7 @@ log = logging.getLogger("baton.node")
 EXIT_ENGINE_FAILED = 70
 POOL_OWNER_S = 300.0  # how long a starting prefill node waits for the decode node that owns its shared pool
 GRACE_S = 1.0  # how long a stuck process waits before it exits, so that its event loop can report the problem
-NO_BLOCKS = 2  # if a node computes in another node's pool, the scheduler's own pool has this minimum size
+NO_BLOCKS = 2  # the number of rows of a scheduler's own pool if its node computes in another node's pool
 
 # Makes the adapter of a role. The arguments are the node, its KV memory, its channels (best first) and the maximum
 # number of seconds that a reservation waits for blocks.
@@ -128,7 +128,7 @@ async def open_channels(
 ) -> list[KVChannel]:
     """Open the node's KV channels and return them, best first.
 
-    `on_writer_lost` is not called for the TCP channel, which rejects late writes itself.
+    `on_writer_lost` is called when a writer's connection ends, but not by the TCP channel, which rejects late writes.
     """
     memory, timeout_s, wanted = components.memory, settings.push_timeout_s, settings.kv_channel
     local: type[LocalChannel[Any]] = CudaIpcChannel if isinstance(memory, DeviceMemory) else ShmChannel

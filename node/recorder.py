@@ -60,7 +60,7 @@ class StepRecorder:
     def added(self, request: Request, at_ns: int) -> None:
         """Record a request that the node received at `at_ns` and has just given to the scheduler."""
         self.event(request.id, "queued", at_ns, serial=request.arrival, count=len(request.tokens))
-        if len(self._waiting) + len(self._unsampled) >= self._prune_at:  # some requests ended before their first token
+        if len(self._waiting) + len(self._unsampled) >= self._prune_at:  # forget requests that ended without a token
             self._waiting, self._unsampled = _unfinished(self._waiting), _unfinished(self._unsampled)
             self._prune_at = 64 + 2 * (len(self._waiting) + len(self._unsampled))
         self._waiting[request.id] = request

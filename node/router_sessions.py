@@ -23,10 +23,10 @@ log = logging.getLogger("baton.node")
 MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
 RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
-# While the load is unchanged, one in REPORT_EVERY stats is sent to a router with requests on the node, and one in
-# REPORT_EVERY_UNUSED to any other router.
+# While the load is unchanged, only one of REPORT_EVERY reports of stats is sent to a router with requests on the node,
+# and only one of REPORT_EVERY_UNUSED to any other router.
 REPORT_EVERY, REPORT_EVERY_UNUSED = 2, 5
-DRAIN_SEEN_S = 2.0  # how long a draining node waits for its routers to know of the drain; older ones do not report it
+DRAIN_SEEN_S = 2.0  # maximum wait until all routers confirm that they know of the drain; older routers never confirm it
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent
 MAX_DELTAS = 1000  # deltas per message
 # Logprobs per message. With 20 alternatives, a message then has a quarter of the items that the decoder accepts.
@@ -52,7 +52,7 @@ class RouterStream:
 
     @property
     def awaits_handoffs(self) -> bool:
-        """Whether the router knows that this node drains, and still waits for requests that it placed here before."""
+        """Whether the router knows that this node drains, but still has requests that it placed here before."""
         return self.has_seen_drain and self.has_requests
 
     def record(self, steps: list[StepRecord], events: list[RequestEvent]) -> int:
@@ -102,7 +102,7 @@ def _messages(deltas: list[TokenDelta]) -> Iterator[list[TokenDelta]]:
     message, num_logprobs = list[TokenDelta](), 0
     for delta in deltas:
         while len(delta.prompt_logprobs) > MAX_LOGPROBS_SENT:
-            if message:  # it may have earlier logprobs of the same prompt
+            if message:  # the message may contain earlier logprobs of the same prompt
                 yield message
                 message, num_logprobs = [], 0
             yield [TokenDelta(delta.id, delta.position, prompt_logprobs=delta.prompt_logprobs[:MAX_LOGPROBS_SENT])]
@@ -213,8 +213,8 @@ class RouterSessions:
                 session.wake.set()
 
     async def wait_until_ended(self, have_ended: Callable[[], bool], timeout_s: float, *, receives: bool) -> None:
-        """Wait until `have_ended` returns that the requests on this draining node have ended, at most `timeout_s`
-        seconds. Call this after the stats with the state "draining" have been published.
+        """Wait at most `timeout_s` seconds until `have_ended` returns True: the requests on this draining node have
+        ended. Call this after the stats with the state "draining" have been published.
 
         If the node `receives` handoffs, also wait for the requests that routers have placed on it and that other nodes
         have not yet handed over.

@@ -24,9 +24,9 @@ from shared.rpc.messages import NodeStats, RenewRequest, StopRequest
 from shared.rpc.methods import RENEW, STOP, PeerError
 
 log = logging.getLogger("baton.handoff")
-# Maximum number of calls to a peer that wait for blocks. A connection allows 100 calls; the rest is for other calls.
+# Maximum number of calls to a peer that wait for blocks. A connection allows 100 calls, so 36 are left for others.
 MAX_RESERVING = 64
-STOP_TRIES = 30  # after these tries (one minute), a stop is sent if a reply to a renewal lists the reservation
+STOP_TRIES = 30  # after this many tries (one minute), a stop is sent only if a renewal's reply lists the reservation
 MAX_STOPS = 64  # maximum number of stops for reservations in quarantine that are sent after one renewal
 FAILURES, WITHIN_S = 5, 10.0  # this many failures within WITHIN_S seconds pause reservations at a peer
 PAUSE_S = 1.0
@@ -122,7 +122,7 @@ class DecodePeers:
         return all(peer.is_idle for peer in self._peers.values())
 
     def at(self, address: str) -> DecodePeer:
-        """Return the peer at `address`, which is created if it is not known. Raises ValueError if `address` is not
+        """Return the peer at `address`, and create the peer if it is not known. Raises ValueError if `address` is not
         host:port."""
         peer = self._peers.get(address)
         if peer is None:

@@ -84,7 +84,7 @@ class OutgoingHandoff:
     num_pushed: int = 0  # number of rows that were pushed
     channel: KVChannel | None = None  # set after the grant, like `descriptor`; neither changes later
     descriptor: bytes = b""
-    checksums: bytes = b""  # checksums of pushed rows that the peer does not have yet
+    checksums: bytes = b""  # checksums of pushed rows; the peer has not received these checksums yet
     reason: str = ""  # why the handoff was cancelled
     committed: bool = False
     is_running: bool = False  # the task has been started
@@ -129,7 +129,7 @@ class OutgoingHandoff:
     def next_targets(self) -> list[int]:
         """Return the peer's reserved rows that are to be pushed now: their content is complete on this node, and has
         not been pushed yet."""
-        if self.request.borrows_blocks:  # an empty push only checks that the pool's owner is alive
+        if self.request.borrows_blocks:  # no rows are copied; an empty push checks that the pool's owner is alive
             ready = len(self.targets) * self.num_computed // self.num_prompt
         else:
             ready = self.geometry.num_final(self.num_prompt, self.num_held, self.num_computed)

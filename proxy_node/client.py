@@ -24,7 +24,7 @@ Outputs = AsyncGenerator[EngineOutput, None]
 
 
 def read_key(file: str) -> str:
-    """Return the API key in a file, or "" without a file. Raises OSError."""
+    """Return the API key in a file, or "" if no file is given. Raises OSError if the file cannot be read."""
     return Path(file).read_text().strip() if file else ""
 
 
@@ -42,7 +42,7 @@ class EngineFacts:
     kind: str = "vllm"
     role: str = ""  # "prefill" or "decode" if the server can have only this role; "": any role
     connector: str | None = None  # "": no connector; None: not reported, so `probe.connector` has to find out
-    resumes: str = ""  # as returned by `probe.resumes`; set only if the server alone cannot generate whole answers
+    resumes: str = ""  # as returned by `probe.resumes`; set only if the server needs a second server to generate
 
     def fingerprint(self, connector: str) -> str:
         """Return a digest that is equal for engines that can exchange KV."""
@@ -109,7 +109,7 @@ class EngineClient:
         raise NotImplementedError
 
     def check(self, submit: SubmitRequest) -> None:
-        """Raise ValueError, which names the field, if an engine cannot take the request."""
+        """Raise ValueError, which names the field, if the engine cannot take the request."""
         sampling = submit.sampling
         unsupported = {
             "structured output": submit.grammar,
@@ -133,8 +133,8 @@ class EngineClient:
 
     @contextmanager
     def describing(self) -> Iterator[None]:
-        """Raise ConfigError if the code in the `with` block cannot read the server's properties because the server is
-        of another kind."""
+        """Raise ConfigError if the code in the `with` block fails to read the server's properties. Such a failure means
+        that the server is of another kind."""
         no_server = f"--engine {self.url}: this is not a server of {self.program}"
         try:
             yield
@@ -162,7 +162,7 @@ class EngineClient:
         return (await self.fetch("GET", path, timeout_s=ANSWER_S)).decode("utf-8", "replace")
 
     async def fetch(self, method: str, path: str, timeout_s: float | None = None, **options: Any) -> bytes:
-        """Send a request, and return the answer's body. Raises EngineFailure, also if it exceeds MAX_ANSWER_BYTES."""
+        """Send a request, and return the answer's body. Raises EngineFailure, also for over MAX_ANSWER_BYTES bytes."""
         body = b""
         async with self.call(method, path, timeout_s, **options) as answer:
             while more := await answer.content.read(1 << 16):
@@ -185,7 +185,7 @@ class EngineClient:
         raise EngineFailure("the engine's answer ended early", is_suspicious=True, is_refusal=True)
 
     async def collect(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> list[int]:
-        """Return all tokens with which the engine continues `tokens`. Without `params`, it needs no other engine."""
+        """Return all tokens with which the engine continues `tokens`. By default, this works without another engine."""
         found: list[int] = []
         async with aclosing(self.generate(submit, tokens, params or self.probe_params)) as outputs:
             async for output in outputs:
@@ -196,7 +196,7 @@ class EngineClient:
     async def call(
         self, method: str, path: str, timeout_s: float | None = None, **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request. Errors of the request, and of the code that reads the answer, become EngineFailure."""
+        """Send a request and provide the answer. Errors of the request and of the `with` block become EngineFailure."""
         url = f"{self.url}{path}"
         try:
             async with (

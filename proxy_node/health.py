@@ -44,7 +44,7 @@ class EngineHealth:
         self._failed(self._malformed, now, "gave malformed answers to")
 
     def refused(self, now: float) -> None:
-        """Record a request that the engine refused or gave up, but not because of its load."""
+        """Record a request that the engine refused or gave up for a reason other than its load."""
         self._failed(self._refused, now, "refused or gave up")
 
     def answered(self, began: float) -> None:

@@ -41,7 +41,7 @@ log = logging.getLogger("baton.proxy")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
 Work = Callable[[], Awaitable[None]]
 INTERNAL = "internal"
-HANDOFF = "handoff: "  # prefix by which the router recognizes errors for which either of the two nodes may be at fault
+HANDOFF = "handoff: "  # prefix of errors that either of the two nodes may have caused; the router recognizes it
 LOAD = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
 LEASE_SHARE = 0.8  # the first token must come within this share of the lease
 MAX_LEASE_MS = 3_600_000
@@ -171,7 +171,7 @@ class ProxyNode:
         return self.lost.done()
 
     def _lose(self, reason: str) -> None:
-        """Report the engine as lost, and end all requests. Routers retry them, as after the loss of a node."""
+        """Report the engine as lost, and end all requests. Routers then retry them on other nodes."""
         if not self.lost.done():
             self.lost.set_result(reason)
             self.sessions.publish_stats(self.stats())
@@ -191,7 +191,7 @@ class ProxyNode:
         return self._metrics.values.get(name, 0.0)
 
     def refusal(self) -> str:
-        """Return why the node takes no requests, or ""."""
+        """Return why the node takes no requests, or "" if it takes requests."""
         if self.lost.done() or self.info.state != "ready":
             return "the engine is lost" if self.lost.done() else "this node is draining"
         return "" if self.sessions.num_routers else "no router is connected to this node"
@@ -232,7 +232,7 @@ class ProxyNode:
         if info.state != "ready" or self.lost.done():
             return Ack("the node is draining")
         self.info = replace(info, state="draining")  # set before the first await, to refuse a concurrent call
-        self.sessions.publish_stats(self.stats())  # otherwise, routers would take a rejection for a failure
+        self.sessions.publish_stats(self.stats())  # otherwise, routers would mistake a rejection for a failure
         return await asyncio.shield(self._tasks.start(self._switch(role, min(max(message.drain_s, 0.0), MAX_DRAIN_S))))
 
     async def _switch(self, role: str, drain_s: float) -> Ack:
@@ -291,7 +291,7 @@ class ProxyNode:
         self._requests[submit.id] = ProxiedRequest(router, task, progress, committed)
 
     def _refusal(self, submit: SubmitRequest, *, is_handoff: bool = False) -> str:
-        """Return why another node should take the request, or "" if this node can. A draining node accepts handoffs,
+        """Return why this node cannot take the request, or "" if it can. A draining node accepts handoffs,
         because routers placed these requests on the node before it drained."""
         if self.info.state != "ready" and not is_handoff:
             return "this node is draining"
@@ -387,7 +387,7 @@ class ProxyNode:
         """Let a decode engine wait for the KV of a prompt, which this node's engine computes and pushes.
 
         The decode node sends no token before this node has committed the handoff. If the prefill engine gives up the
-        request, the decode engine may generate tokens from incomplete KV; these tokens are then never sent.
+        request, the decode engine may generate tokens from incomplete KV. These tokens are never sent.
         """
         accept = AcceptRequest(submit, json.dumps(params).encode(), PUSH_LEASE_MS, FROM_COMMIT)
         await self._call(submit, ACCEPT, accept)

@@ -23,8 +23,8 @@ PROBE_S = 180.0
 async def deadline() -> AsyncIterator[None]:
     """Raise EngineFailure if the code in the `with` block takes longer than PROBE_S.
 
-    Requests for tokens have no timeout of their own. A server that has just been restarted may accept them and not
-    answer.
+    Requests for tokens have no timeout of their own. A server that has just been restarted may accept such a
+    request and never answer it.
     """
     try:
         async with asyncio.timeout(PROBE_S):
@@ -34,11 +34,11 @@ async def deadline() -> AsyncIterator[None]:
 
 
 async def resumes(engine: EngineClient, known: str = "") -> str:
-    """Return the sampling kinds for which the engine resumes answers: "greedy, seeded", "seeded", "greedy" or "none".
+    """Return the kinds of sampling whose answers the engine resumes: "greedy, seeded", "seeded", "greedy" or "none".
 
     To resume an answer means to generate the same remaining tokens, given the prompt and the first tokens. Answers that
-    cannot be repeated count as not resumed. If `known` is given, return it without this test, because an engine that
-    works only in a pair cannot generate a whole answer alone.
+    cannot be repeated count as not resumed. If `known` is given, return it, and request only one token. An engine that
+    works only in a pair has such a known value, because it cannot generate a whole answer alone.
 
     Raises ConfigError if the engine cannot serve as a node, and EngineFailure if it fails.
     """

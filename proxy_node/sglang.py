@@ -15,7 +15,7 @@ from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 BLOCK_TOKENS = 16  # size of the blocks in the router's index; the server itself caches single tokens or pages
 # The server's own health check uses these parameters. With them, a server with a disaggregation mode neither waits for
-# KV nor sends any, and the tokens that a decode server generates are meaningless.
+# KV nor sends any. The tokens that a decode server then generates are meaningless.
 ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 METRICS = {
     "num_running_reqs": "num_requests_running",
@@ -111,7 +111,7 @@ class SglangEngine(EngineClient):
 
 
 def generate_body(submit: SubmitRequest, tokens: list[int]) -> dict[str, Any]:
-    """Return the body of the request that continues `tokens`, the prompt and the tokens generated so far.
+    """Return the body of the request that continues `tokens` (the prompt and the tokens generated so far).
 
     The body has no `rid`: a retry would have the same `rid`, and the server refuses a `rid` that it still knows.
     """

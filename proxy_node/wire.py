@@ -59,7 +59,7 @@ def reading() -> Iterator[None]:
 def completion_body(
     submit: SubmitRequest, tokens: Sequence[int], model: str, params: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the body of the request that continues `tokens`, the prompt and the tokens generated so far.
+    """Return the body of the request that continues `tokens` (the prompt and the tokens generated so far).
 
     `params` are the parameters of the KV connector, if any.
     """
@@ -90,7 +90,7 @@ def completion_body(
 
 
 def cache_salt(submit: SubmitRequest) -> str:
-    """Return, in hex digits, the salt with which the engine caches the request's prefixes. Requests share cached
+    """Return the salt for the request's prefixes in the engine's cache, in hex digits. Requests share cached
     prefixes only if their salts are equal."""
     return (submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode()).hex()
 
@@ -158,7 +158,7 @@ class EventReader:
     def checked(self, tokens: list[int]) -> list[int]:
         """Return the next tokens. Raises ValueError if a token is invalid or if there are too many tokens."""
         if any(type(token) is not int or not 0 <= token < self._vocab_size for token in tokens):
-            raise ValueError(f"a token id is not below {self._vocab_size}")
+            raise ValueError(f"a token id is not an integer below {self._vocab_size}")
         self._left -= len(tokens)
         if self._left < 0:
             raise ValueError("there are more tokens than requested")

@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 class FairThreads:
     """A pool of threads. When a thread becomes free, it runs the next work of the next tenant (round robin), so that
     one tenant with much work does not delay the others. The work of one tenant is started in order. Work that was
-    cancelled takes no turn and no memory.
+    cancelled takes no turn, and its arguments are released at once.
 
     `submit` may be called on any thread.
     """
@@ -22,7 +22,7 @@ class FairThreads:
     def __init__(self, num_threads: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(num_threads, name)
         self._lock = threading.Lock()
-        # By tenant: pairs of a future and a list of its work (empty after a cancellation). The first tenant is next.
+        # For each tenant: futures, each with [the function to call] (or [] if cancelled). The first tenant is next.
         self._waiting: dict[str, deque[tuple[Future[Any], list[Callable[[], Any]]]]] = {}
 
     def submit(

@@ -65,7 +65,7 @@ class ResponsesStore(Protocol):
 
     async def append(self, response_id: str, owner: str, position: int, delta: TokenDelta, *, ends: bool) -> bool:
         """Append entry number `position` to the log, and renew the lease. If `ends` is set, this entry is the last one.
-        Return False if the owner has lost the lease. The owner must then stop generating."""
+        Return False if the owner has lost the lease or the log has another length. The owner must then stop."""
 
     async def end(self, response_id: str, delta: TokenDelta) -> None:
         """Append the last entry and end the lease, whichever run holds it. Do nothing if the log has ended."""
@@ -212,8 +212,8 @@ def _command(
 ) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
     """Decorate a method: run it in a separate task, and raise UnavailableError if Redis fails.
 
-    If the caller is cancelled, the task still runs to its end. In the caller's task, the cancellation could be lost,
-    because the Redis client uses `asyncio.wait_for`, which may swallow a cancellation before Python 3.12."""
+    If the caller is cancelled, the task still runs to its end. In the caller's task, the cancellation could be lost.
+    The Redis client uses `asyncio.wait_for`, which may swallow a cancellation in Python versions before 3.12."""
 
     @wraps(method)
     async def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -91,7 +91,7 @@ def load_of_prefill(demand: Demand, node: NodeCapability, wait_s: float = 0.0) -
 
     When the load rises, the queue grows before the mean rate of arrivals over a minute rises. The result therefore also
     depends on the rate that would empty the queue within `wait_s` seconds (0 means QUEUE_S). This rate is limited to
-    the recent rate of arrivals: when further nodes have started, the present queue will already be empty."""
+    the recent rate of arrivals, because the present queue will be empty by the time that new nodes have started."""
     rate = node.prompt_tokens_per_s
     if not rate:
         return None
@@ -111,10 +111,10 @@ def load_of_decode(demand: Demand, node: NodeCapability) -> float:
 
 
 def needed(load: float | None, present: float, routers: int = 1) -> float:
-    """Return the number of nodes that a load needs. `present` is this router's share of the nodes (1 / `routers`).
+    """Return the number of nodes that a load needs. `present` is the number of nodes divided by `routers`.
 
-    The result rises as soon as the load exceeds `present`. It falls by this router's share of one node, and only if the
-    load is at most SURVIVORS times the remaining share. A constant load therefore gives a constant result.
+    The result rises as soon as the load exceeds `present`. It falls by this router's share of one node at a
+    time, and only if the load is at most SURVIVORS times the remaining share. A constant load gives a constant result.
     """
     one = 1.0 / routers
     if load is None:

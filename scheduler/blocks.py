@@ -43,8 +43,8 @@ class BlockPool:
         assert num_rows >= 2, "a pool holds the dummy row and at least one other"
         self.total = num_rows - 1
         self._empty: list[int] = []  # freed rows; they are taken before rows that were never allocated
-        # The first row of each bundle without an owner, least recently used first. A plain dict would take longer to
-        # find its first key each time that its first key is removed.
+        # The first row of each bundle without an owner, least recently used first. In a plain dict, each removal of the
+        # first key would make the next first key slower to find.
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_cached = 0  # number of cached rows
         # These two lists have entries only for the dummy row and for rows that were allocated at least once, so a new
@@ -127,8 +127,8 @@ class BlockPool:
             self._references[row] += 1
 
     def release(self, rows: Sequence[int]) -> None:
-        """Remove an owner from each row. The last rows are released first, so that they are evicted first: other
-        requests are the least likely to find them."""
+        """Remove an owner from each row. The last rows are released first, so that they are evicted first, because
+        other requests are least likely to share them."""
         for row in reversed(rows):
             assert self._references[row] > 0, f"row {row} has no owner to release it"
             self._references[row] -= 1
@@ -155,7 +155,7 @@ class BlockPool:
         return sum(self._references[row] == 0 for row in rows)
 
     def remember(self, rows: Sequence[int], name: Hashable) -> None:
-        """Name a complete bundle. Do nothing if it has a name, or if a bundle of equal content has this name."""
+        """Name a complete bundle. Do nothing if it already has a name, or if another bundle has this name."""
         assert self._references[rows[0]] > 0
         if self._name_of[rows[0]] is None and name not in self._bundles:
             self._bundles[name] = tuple(rows)

@@ -57,7 +57,7 @@ class LatencyEstimate:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds until the first token. The prefill node sends it, so the transfer delays only the second token."""
+        """Seconds until the first token. The transfer comes after this token, so it delays only the second token."""
         return self.wait_s + self.compute_s
 
     @property

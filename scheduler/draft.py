@@ -14,7 +14,7 @@ from scheduler.cost import CostModel, StepWork
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.0, 2.0  # initial values of `DraftHistory.accepted` and `DraftHistory.tried`
 # After EXPLORE_STEPS steps without guesses, a step verifies EXPLORED guessed tokens: see `choose_counts`.
 EXPLORE_STEPS, EXPLORED = 16, 2
-DECAY = 0.95  # each compared token multiplies the weight of earlier tokens by this; the last 14 have half the total
+DECAY = 0.95  # each compared token multiplies the weights of earlier tokens by this; the last 14 tokens weigh half
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class DraftHistory:
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
-    """A decode for which up to `limit` tokens can be guessed. `context` is the length of its sequence before them."""
+    """A decode for which up to `limit` tokens can be guessed. `context` is the sequence's length before the guesses."""
 
     acceptance: float
     limit: int

@@ -60,7 +60,7 @@ class PromptLookup(TextDrafter):
         text = history.text = history.text + "".join(map(chr, request.tokens[len(history.text) :]))
         end, place = 0, -1
         for length in range(self._shortest, min(self._longest, len(text) - 1) + 1):
-            # The latest match of a longer suffix ends where that of a shorter suffix ends, or earlier.
+            # The latest match of a longer suffix never ends after the latest match of a shorter suffix.
             found = text.rfind(text[-length:], 0, end or len(text) - 1)
             if found < 0:
                 break

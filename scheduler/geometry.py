@@ -97,8 +97,8 @@ class Geometry:
         return bisect_right(fits, num_rows - 1, key=lambda blocks: self.rows_for(blocks * self.block_tokens, chunk)) - 1
 
     def fork_point(self, num_prompt: int) -> int:
-        """Return the position at which another request with the same prompt starts to compute: the end of the last full
-        block that does not contain the prompt's last token, which is always computed."""
+        """Return the position at which another request with the same prompt starts to compute. This is the end of the
+        last full block without the prompt's last token, because the last token is always computed."""
         return (num_prompt - 1) // self.block_tokens * self.block_tokens
 
     def landing_order(self, num_prompt: int, held: int) -> list[RowPlace]:
@@ -116,7 +116,7 @@ class Geometry:
         return places + [RowPlace(len(self.attention), 0, row) for row in range(self.state_rows)]
 
     def lent_rows(self, num_prompt: int, held: int) -> tuple[int, int]:
-        """Return how many rows a node lends to a peer that computes a prompt in the node's pool, as two numbers.
+        """Return two numbers of rows that a node lends to a peer, so that the peer can compute a prompt in these rows.
 
         The first number counts the rows that already have the KV and the state of the first `held` blocks. The second
         number counts the rows for the other blocks and for two states. Even a group with a window gets rows for all the

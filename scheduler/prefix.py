@@ -58,7 +58,7 @@ def extend_hashes(
                 parent = hashlib.blake2b(
                     place, digest_size=DIGEST_BYTES, salt=parent, person=b"baton-kv-media"
                 ).digest()
-        # The parent is passed as BLAKE2b's salt, which costs nothing. As BLAKE2b's key, it would add a block to hash.
+        # The parent is passed as BLAKE2b's salt, which costs nothing. As its key, it would be an additional block.
         parent = hashlib.blake2b(block, digest_size=DIGEST_BYTES, salt=parent).digest()
         hashes.append(parent)
 

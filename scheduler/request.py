@@ -1,6 +1,6 @@
 """A request as the scheduler sees it: a sequence of tokens, and cursors that count the tokens with KV.
 
-The request does not distinguish prefill from decode, and is independent of time and devices.
+A request has no separate states for prefill and decode, and none of its fields depends on the time or the device.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class Request:
     min_tokens: int = 0
     stop_tokens: frozenset[int] = frozenset()
     salt: bytes = b""  # only requests with the same salt share cached blocks
-    adapter: str = ""  # digest of a LoRA adapter, for the runner; the salt differs between adapters
+    adapter: str = ""  # digest of a LoRA adapter, for the runner; requests with different adapters have different salts
     priority: int = 0  # requests with smaller values run first
     receive_kv: bool = False  # a peer computes the prompt and sends its KV to this node
     send_kv: bool = False  # the request ends on this node at its first token, and its KV is sent to a peer
@@ -73,7 +73,7 @@ class Request:
     # Number of tokens that have KV but are not in the current recurrent state, because a guess after them was wrong.
     state_lag: int = 0
     snapshot: list[int] = field(default_factory=list)  # rows of the cached state from which the request starts
-    junction: int = 0  # position at which to save a state, if the cached KV reached further than any saved state
+    junction: int = 0  # where to save a state: the end of the cached KV if no state was found there, otherwise 0
     latest_save: Any = None  # the name of the state that a decode saved last
     hashes: list[bytes] = field(default_factory=list)  # the block hashes of `tokens` that were computed so far
     num_computed: int = 0
@@ -81,18 +81,18 @@ class Request:
     num_sampling: int = 0  # tokens that steps in flight will sample
     num_in_flight: int = 0  # steps in flight that contain a slice of this request
     num_cached: int = 0  # tokens found in the prefix cache when the request was first admitted
-    epoch: int = 0  # number of preemptions; slices of older epochs do not advance the request
+    epoch: int = 0  # number of preemptions; slices scheduled before the last preemption do not advance the request
     drafts: DraftHistory = field(default_factory=DraftHistory)
     finish: str | None = None
 
     @property
     def borrows_blocks(self) -> bool:
-        """Whether the request arrived with blocks that belong to another node's pool."""
+        """Whether this node computes the request in blocks of another node's pool."""
         return self.shared_pool and self.send_kv
 
     @property
     def rows(self) -> list[int]:
-        """All rows that the request holds in its node's pool."""
+        """All rows that the request holds."""
         held = [*self.tables, *self.states, self.snapshot]
         return [row for rows in held for row in rows if row]
 
@@ -117,7 +117,7 @@ class Request:
     def finish_reason(self) -> str | None:
         """Return "stop" or "length" if the last token ends the request, otherwise None."""
         num_generated = self.num_generated
-        # A grammar may allow only a stop token, even before `min_tokens`.
+        # With a grammar, a stop token always ends the request, because the grammar may have allowed no other token.
         may_stop = num_generated >= self.min_tokens or self.matcher is not None
         if may_stop and self.tokens[-1] in self.stop_tokens:
             return "stop"
@@ -142,8 +142,8 @@ class StateUse:
 class Slice:
     """Tokens [start, start + count) of one request in one step. If `samples` is true, the next token is sampled.
 
-    If there are `drafts`, the tokens are the request's last token and the guesses after it, and a token is sampled
-    after each of them.
+    If there are `drafts`, the slice ends with the request's last token and these guesses, and a token is sampled after
+    each of them.
     """
 
     request: Request
@@ -153,7 +153,7 @@ class Slice:
     epoch: int
     state: StateUse | None = None  # None if the model has no recurrent states
     drafts: tuple[int, ...] = ()
-    row: list[int] | None = None  # the tokens that the slice reads, if they differ from the request's tokens
+    row: list[int] | None = None  # a list with guesses, which the slice reads instead of the request's tokens
     num_stored: int = 0  # number of leading tokens that are computed again; their KV is already stored
     continues: bool = False  # recurrent layers merge the slice with the previous slice of the batch
 
@@ -185,7 +185,7 @@ class Step:
     slices: list[Slice]
     receiving: list[Request]
     num_preempted: int = 0
-    num_accepted: int = 0  # guessed tokens that were right, once `Scheduler.update` has processed the step
+    num_accepted: int = 0  # number of guessed tokens that were right; set by `Scheduler.update`
     work: StepWork = field(default_factory=StepWork)
     budget: int = 0
     reason: str = ""

@@ -1,4 +1,4 @@
-"""The roles of nodes. A prefill node ends its work on a request at the first token, a decode node at the last."""
+"""The roles of nodes. A prefill node ends a request at the first token, and a decode node ends it at the last one."""
 
 from dataclasses import dataclass
 from typing import Literal

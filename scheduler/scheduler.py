@@ -70,9 +70,9 @@ class SchedulerCounters:
 
 
 BY_PRIORITY = attrgetter("priority", "arrival")
-# A request is admitted only if blocks remain free for its answer and for those of running requests: for each request,
-# this share of the tokens that it may still generate, or of GROWTH_CAP_TOKENS if that is less. Many answers are short.
-# If the blocks do not suffice, requests are preempted. SGLang does the same, and calls the share the new-token ratio.
+# A request is admitted only if blocks remain free for part of its answer and of the answers of running requests. The
+# part is this share of the tokens that may still come, or of GROWTH_CAP_TOKENS if that is less. Many answers are short.
+# If no blocks are left, requests are preempted. SGLang does the same, and calls the share the new-token ratio.
 GROWTH_SHARE = 0.3
 GROWTH_CAP_TOKENS = 4096
 
@@ -331,7 +331,7 @@ class Scheduler:
         for request in tuple(self.running):
             if left <= request.state_lag:
                 break
-            # A previous request may have preempted this one earlier in the loop.
+            # In an earlier iteration of the loop, another request may have preempted this request.
             if not self._decodes(request) or request.state is not RequestState.RUNNING:
                 continue
             if self._make_room(request, 1, step) == 1:
@@ -385,8 +385,8 @@ class Scheduler:
                 step.work.add_draft(context)
 
     def _can_return(self, slice_: Slice) -> bool:
-        """Return whether the slice can save its state before the guesses, so that the request can return to that state.
-        Take rows for the saved state if necessary."""
+        """Return whether the request can return to its state before the guesses, in case a guess is wrong. Take rows to
+        save that state if necessary."""
         request, rows = slice_.request, self.geometry.state_rows
         if slice_.state is None or len(request.states) > 2:
             return id(slice_) not in self._saves
@@ -728,7 +728,7 @@ class Scheduler:
         return count
 
     def _give_up_third_state(self) -> bool:
-        """Release the third state of a running request that is in no step in flight. Return whether one was found."""
+        """Release the third state of a running request that is in no step in flight. Return False if there is none."""
         spare = (one for one in self.running if len(one.states) > 2 and not one.num_in_flight)
         if self.speculation is None or (request := next(spare, None)) is None:
             return False

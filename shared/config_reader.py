@@ -56,7 +56,7 @@ class ConfigReader:
         return tuple(map(float, self._read(key, default, fits, f"it must be a list of {count} finite numbers")))
 
     def require(self, key: str, supported: Any, default: Any) -> None:
-        """Refuse the model unless the value of `key` is `supported`. A missing or null value counts as `default`."""
+        """Raise ValueError unless the value of `key` is `supported`. A missing or null value counts as `default`."""
         value = self.values.get(key)
         if (default if value is None else value) != supported:
             self.refuse(key, f"only {json.dumps(supported)} is supported")

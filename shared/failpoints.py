@@ -35,7 +35,7 @@ ENTRY = re.compile(
 FOR_EVER_S = 1e8
 
 _failpoints: list[re.Match[str]] = []
-_passed: Counter[tuple[re.Match[str], str]] = Counter()  # visits of each failpoint; if its DETAIL is `*`, by detail
+_passed: Counter[tuple[re.Match[str], str]] = Counter()  # visits of each failpoint (DETAIL `*`: for each detail)
 watcher: Callable[[str, str], None] | None = None  # set by the simulation; called with a site and a detail; may raise
 
 

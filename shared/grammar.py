@@ -24,7 +24,7 @@ JSON_OPTIONS: dict[str, Any] = {
 # Errors do not quote the grammar, since they are logged. The other limits on time and memory are llguidance's defaults.
 LIMITS = LLParserLimits(verbose_errors=False)
 MAX_ERROR = 300  # characters
-# The number of compiled grammars that are kept, so that the samples of a request share one. Each can take 200 MB.
+# The number of compiled grammars to keep for further requests and samples. Each grammar can take 200 MB.
 COMPILED = 2
 EXCERPT = re.compile(r"\n *\d+ \| |<state>")
 _END = "<|end of grammar|>"

@@ -9,7 +9,7 @@ from typing import Any
 from shared.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
-OTHER_DEMO_MODELS = ("hybrid", "moe")  # next to DEMO_MODEL; not in the wheel, because they would triple its size
+OTHER_DEMO_MODELS = ("hybrid", "moe")  # next to DEMO_MODEL; the wheel omits them, because they would triple its size
 # Values that Baton requires, but that Gemma 3's files omit from `text_config`, because they are transformers' defaults.
 GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072}
 SHARED = ("bos_token_id", "eos_token_id")  # keys that a multimodal model may have outside `text_config`

@@ -35,12 +35,12 @@ from shared.rpc.methods import FOLLOW, JOIN, PEER_FAILURES, STREAM_ENDED, RpcSer
 log = logging.getLogger("baton.registry")
 REDIS_TIMEOUT_S = 0.5
 # The errors that the Redis client raises if Redis has failed, or if the server is not Redis. At a malformed reply, the
-# client's parser may raise any of these errors. Our tasks catch them all, to continue and to notice when Redis is back.
+# client's parser may raise any of these errors. Our tasks catch them all, and try again until Redis is back.
 # uvloop raises RuntimeError for a write to a connection that Redis or the network has reset.
 REDIS_FAILURES = (RedisError, OSError, TimeoutError, ValueError, TypeError, AttributeError, LookupError, RuntimeError)
 OUTAGE_S = 2.0  # a shorter outage of Redis is not logged, because short outages are common on a busy machine
 LEASE_HEARTBEATS = 3
-FAILURES_TO_LOG = 15  # a router that starts or stops at the same time as the node makes fewer attempts fail
+FAILURES_TO_LOG = 15  # while a router starts or stops, fewer than this many attempts fail
 RESOLVE_INTERVAL_S = 1.0
 RETRY_S, SLOW_RETRY_S = 0.2, 1.0  # SLOW_RETRY_S is used after FAILURES_TO_LOG failures
 MAX_ADDRESSES = 256  # maximum number of routers to which a node holds streams
@@ -503,8 +503,8 @@ class RedisRegistry(Registry):
 
     A node leaves the list only if no answer has contained its key for the duration of a lease. Nodes restore their keys
     sooner, so a Redis that restarts empty does not empty the list. When a node leaves the list, its name is also
-    removed from the index in Redis: only `MAX_NODES` names are read, and names of crashed nodes must not displace those
-    of live nodes."""
+    removed from the index in Redis. Only `MAX_NODES` names in the index are read, so the names of crashed nodes could
+    displace those of live nodes."""
 
     kind = "redis"
 

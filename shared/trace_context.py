@@ -14,8 +14,8 @@ FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.
 def traceparent_of(headers: Sequence[str]) -> str:
     """Return the traceparent of a request, in version 00. `headers` are the values of all its traceparent headers.
 
-    Unless there is exactly one header and it is valid, the result is a new traceparent. A header is invalid if it is
-    malformed, has version ff, or has an id that consists of zeros.
+    If there is no header, more than one header or an invalid header, the result is a new traceparent. A header is
+    invalid if it is malformed, has version ff, or has an id that consists of zeros.
     """
     found = FORM.fullmatch(headers[0]) if len(headers) == 1 else None
     if found is not None:

@@ -94,7 +94,7 @@ class GpuScene:
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work(0)  # compiles
+            work(0)  # the first call compiles the kernels
         with torch.cuda.graph(graph, stream=stream):
             for call in range(CALLS):
                 work(call)

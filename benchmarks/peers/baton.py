@@ -37,7 +37,7 @@ class Stopwatch(EngineListener):
         self.steps: list[tuple[float, int]] = []  # (end, tokens)
         self.finished: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()  # one entry per step
         self.engine: Engine | None = None
-        self.logprobs: Logprobs | None = None  # of the last token that has logprobs
+        self.logprobs: Logprobs | None = None  # those of the last token that has any
 
     def on_turn(self, scheduler: Scheduler) -> None: ...
 

@@ -32,7 +32,7 @@ TICK_S = 0.01  # time between two measurements of the event loop's lag
 KEEP_ALIVE_S = 2.0  # servers close a connection that is idle for 5 s; requests must not use a closing connection
 PRIORITY = -10
 MAX_REFUSAL = 64 << 10  # maximum number of bytes to read from an error response
-LAG_S, LAG_SHARE = 0.002, 0.02  # allowed p99 of lateness: the larger of this time and this share of the TTFT SLO
+LAG_S, LAG_SHARE = 0.002, 0.02  # the allowed p99 of lateness is the larger of LAG_S and this share of the TTFT SLO
 NO_FILES = os.strerror(errno.EMFILE)
 STOP_S = 5.0  # time between SIGTERM and SIGKILL
 

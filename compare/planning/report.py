@@ -137,8 +137,8 @@ def _lead(beaten: Comparison | None, rates: Mapping[str, float], best: str) -> s
 
 
 def winners(varied: RunsByArm, slo: LatencySlo, attainment: float) -> list[Document]:
-    """Return a cell for each pair of limits around the SLO. Its winner is "" unless one arm has at least MIN_PERCENT
-    more capacity than the others for every seed. Capacities are interpolated between the rates of `varied`."""
+    """Return a cell for each pair of limits around the SLO. The cell's winner is the arm with at least MIN_PERCENT more
+    capacity than the others for every seed, or "". Capacities are interpolated between the rates of `varied`."""
     cells, seeds = [], sorted({seed for runs in varied.values() for _, seed in runs})
     for ttft in FACTORS:
         for tbt in FACTORS:

@@ -25,7 +25,7 @@ FINALISTS = 3
 MOST_STEPS = 12  # maximum number of changes of the rate in one round
 WIDENING = 1.1  # factor between successive rates while the search brackets a finalist's capacity
 STEP = 1.15  # factor between the rates at which all seeds are measured
-VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # multiples of the capacity, for runs that are judged by other SLOs
+VARIED_RATES = (0.5, 0.7, 1.0, 1.4, 2.0)  # rates of the runs to judge by other SLOs, as multiples of the capacity
 VARIED_LENGTHS = (0.5, 1.0, 2.0)  # factors of the lengths of prompts and of answers
 SPLIT = "disaggregated"
 

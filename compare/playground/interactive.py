@@ -122,7 +122,7 @@ class PlaySettings:
 
 
 def traffic(query: PlayQuery, device: Emulation) -> list[SimulatedRequest]:
-    """Return the requests of a query, whose prompts share no prefixes. Raises ConfigError if the trace is invalid or
+    """Return the requests of a query. Their prompts share no prefixes. Raises ConfigError if the trace is invalid or
     the requests are too large."""
     is_pasted = bool(query.trace.strip())
     rows = _pasted(query.trace)[: query.requests] if is_pasted else _drawn(query)
@@ -172,8 +172,8 @@ def _pasted(text: str) -> list[Row]:
 
 
 class PlayedCluster(SimulatedCluster):
-    """A simulated cluster that keeps the data of the page. For each entry of a node's log, `work` has the numbers of
-    prompt tokens and decodes. `spans` has the chunks and transfers of each request."""
+    """A simulated cluster that keeps the data that the page shows. For each entry of a node's log, `work` has the
+    numbers of prompt tokens and decodes. `spans` has the chunks and transfers of each request."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         super().__init__(plan)
@@ -298,7 +298,7 @@ def interpolated(values: Sequence[float], share: float) -> float:
 
 
 def figures(rows: Sequence[Document], query: PlayQuery, plan: ClusterPlan) -> Document:
-    """Return the figures of a run, without the first tenth of its requests, which find the cluster almost idle."""
+    """Return the figures of a run. Leave out its first tenth of requests, because they find the cluster almost idle."""
     counted = rows[len(rows) // 10 :]
     done = [row for row in counted if "ttft_ms" in row]
     good = [row for row in done if row["ttft_ms"] <= query.ttft_slo_ms and row["tbt_ms"] <= query.tbt_slo_ms]

@@ -63,7 +63,7 @@ PREDICTED = ("attainment", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tbt_p99
 ESTIMATE = ("mean", "low", "high")
 NOT_MEASURED = RunMetrics((0.0, 0.0), overloaded=False, arrived=0, finished=0, failed=0, metrics={})
 LATE_REMEDY = "stop other programs, use fewer devices than cores, or set a longer --ttft-slo-ms"
-MIN_INVALID = 2  # if fewer periods than this are invalid, it may be chance that all are of one arm
+MIN_INVALID = 2  # if fewer periods are invalid, it may be chance that all invalid periods are of one arm
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Figures:
 
     @cached_property
     def capacities(self) -> Runs:
-        """The jackknife pseudo-values of each arm's capacity, or None if the capacity is known only as a bound."""
+        """The jackknife pseudo-values of each arm's capacity, one per seed. If only a bound is known, all are None."""
         return paired_capacities(self.findings.points, self.experiment.attainment)
 
     @cached_property
@@ -545,7 +545,7 @@ def is_overloaded(figures: Figures, period: Period) -> bool:
 
 
 def short_periods(arm: str, overloaded: Sequence[LoadRecording]) -> list[str]:
-    """Return a note if the arm's periods count as overloaded, but may only be too short for its answers.
+    """Return a note if the arm's periods count as overloaded, perhaps because they are too short for its answers.
 
     The number of outstanding requests grows until the load is steady, which takes several durations of an answer.
     """

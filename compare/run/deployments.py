@@ -186,7 +186,7 @@ def num_gpus() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without variables that set Baton's settings. Settings without a flag have defaults."""
+    """Return the environment without variables that set Baton's settings. Settings that no flag sets have defaults."""
     others = VLLM_VARIABLES.values()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in others}
     return kept | {"PYTHONPATH": python_path(os.environ)}

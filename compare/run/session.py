@@ -30,7 +30,7 @@ from compare.stats.measures import misses, slo_excess, steady_attainment
 from shared.errors import ConfigError
 
 TRACE_SLACK_S = 5.0
-TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # how many to fetch: in a period that the report may show; in other periods
+TIMELINES, TIMELINES_OF_OTHERS = 40, 5  # number to fetch for a period that the report may show, and for another period
 ATTEMPTS = 3
 MIN_PAIRED_SHARE = 0.75  # a verdict requires that at least this share of the seeds has valid periods in every arm
 SEEDS_PER_SPARE = 3  # there is one spare seed for this many seeds; it replaces a seed that has an invalid period
@@ -157,7 +157,7 @@ class Findings:
     different: list[Document] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # caveats that do not prevent a verdict
-    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # by arm; only complete searches
+    capacities: dict[str, CapacityEstimate] = field(default_factory=dict)  # by arm, from complete searches only
     predicted: dict[int, list[Outcome]] = field(default_factory=dict)  # simulated outcomes, by the trial's position
 
 

@@ -31,7 +31,7 @@ TREND_BATCHES = 10
 P99 = partial(np.percentile, q=99)
 TBT_FIGURES: dict[str, Callable[[Sequence[float]], Any]] = {"p99": P99, "max": max, "mean": fmean}
 TREND_LEVEL = 0.01  # probability that a steady run counts as overloaded if its batches are independent
-MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # minimum growth: as a share of the mean, and in standard deviations
+MIN_GROWTH, GROWTH_DEVIATIONS = 0.25, 2.0  # minimum growth if overloaded: share of the mean; standard deviations
 
 PHASES = (
     *("client", "router", "prefill_queue", "prefill", "transfer_exposed", "decode_queue", "decode", "interference"),
@@ -77,7 +77,7 @@ def tpot_s(outcome: Outcome) -> float | None:
 
 
 def ttst_s(outcome: Outcome) -> float | None:
-    """Return the time from the first token to the second, which includes the KV transfer of a disaggregated request."""
+    """Return the time between the first two tokens. If the request is disaggregated, it includes the KV transfer."""
     if len(outcome.token_s) > 1:
         return outcome.token_s[1] - outcome.token_s[0]
     return None if outcome.finished or outcome.max_tokens == 1 else math.inf

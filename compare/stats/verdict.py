@@ -129,7 +129,7 @@ def figures_of(ranking: Ranking) -> str:
 
 
 def leading_cause(ranking: Ranking, miss_causes: Mapping[str, Mapping[str, int]]) -> str | None:
-    """If the last arm is clearly behind, return its main cause of misses. If all arms meet the SLO, return a hint."""
+    """Return the last arm's main cause of misses if it is clearly behind, a hint if all arms meet the SLO, or None."""
     if ranking.beaten and (counts := miss_causes.get(ranking.beaten[-1].arm)):
         top = max(counts, key=counts.__getitem__)
         total = sum(counts.values())

@@ -26,7 +26,7 @@ PARTS_PER_THREAD = 2  # long contexts are divided so that each thread gets about
 def divide(values: Any) -> None:
     """Store the items of a step, and the items whose parts must be merged (see `AttentionWork`).
 
-    The first lines name the `values`. `at_once` is the number of queries per item, `group` the number of query heads
+    The code below names the `values`. `at_once` is the number of queries per item, `group` the number of query heads
     per key head, and `first_key` the first visible position. All contexts together are divided into about `shares`
     parts, or are not divided if `shares` is 0. There is memory for `most` items. The `results` are the number of items,
     the number of items to merge, the number of rows of partial results, and the number of operations."""

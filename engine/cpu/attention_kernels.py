@@ -117,8 +117,8 @@ def add_values(
     scores: int, rows: int, keys: int, code: int, value_from: int, tokens: int, sums: int, padded: int, ahead: int,
     tokens_ahead: int, lines: int, after: int,
 ) -> None:  # fmt: skip
-    """Add a tile's weighted values to the sums of a decode's rows. Also prefetch the next tile: `lines` cache lines per
-    value, from byte `after` of each group of LANES tokens on. `score` has prefetched the first `after` bytes."""
+    """Add a tile's weighted values to the sums of a decode's rows. Also prefetch `lines` cache lines of the next
+    tile per value. In each group of LANES tokens, begin at byte `after`: `score` has prefetched the bytes before."""
     for token in range(0, tokens, LANES):
         add_product(
             scores + 4 * token, 4 * TILE, keys + 8 * token, code, value_from, sums, 4 * padded, rows,

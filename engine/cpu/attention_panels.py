@@ -105,7 +105,7 @@ dots = written(types.void, (types.int64,) * 7, _dots)
 def _panel(vectors: int, codes: Iterable[int], fetches: bool) -> Any:
     """Return a function that computes c += a b for at most PANEL_ROWS rows and `vectors` vectors of columns. The
     function's first argument is the code for the type of b's elements, one of `codes`. The rows of b are given as a
-    list of addresses. Each row is read from the byte offset `column` on."""
+    list of addresses. Reading begins at the byte offset `column` of each row."""
 
     def emit(
         builder: Any, code: Any, a: Any, a_stride: Any, a_step: Any, b: Any, column: Any, c: Any, *rest: Any

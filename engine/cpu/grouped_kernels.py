@@ -176,7 +176,7 @@ def multiply_grouped_panel(
 
 @kernel
 def grouped_product(values: Any) -> None:
-    """Multiply rows by a matrix. The first lines name the `values`. From `groups` on, they are constants of the matrix.
+    """Multiply rows by a matrix. The code below names the `values`. From `groups` on, they are constants of the matrix.
     `sums` is memory for `sum_groups`, `words` is the number of words per group, and `has_zeros` is 1 if the matrix has
     zero points. Each thread multiplies a contiguous range of pairs (block of rows, panel), ordered by block."""
     rows, x, x_stride, result, stride, sums = values[0], values[1], values[2], values[3], values[4], values[5]

@@ -221,7 +221,7 @@ def cost_of_experts(experts: int, counts: int, panels: int) -> int:
 
 @kernel
 def product(values: Any) -> None:
-    """Multiply rows by a matrix. The first lines name the `values`. From `code` on, they are constants of the matrix.
+    """Multiply rows by a matrix. The code below names the `values`. From `code` on, they are constants of the matrix.
 
     `row_scales` is memory for the rows' scales and the rows rounded to 8 bits (INT8 only). `size` is the depth. For
     each panel, `columns` has `column_bytes` bytes: the initial sums and, with INT8, also the scales and the bias. Each

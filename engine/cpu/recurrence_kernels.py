@@ -172,7 +172,7 @@ def convolve_head(
 
 @kernel
 def convolve(values: Any) -> None:
-    """Convolve all heads. The first lines name the `values`. `weight` is [width, channels]. `bias` may be 0 (none).
+    """Convolve all heads. The code below names the `values`. `weight` is [width, channels]. `bias` may be 0 (none).
     `read`, `write` and `save` have `units` entries per slice. This convolution uses `num` of them, from entry `first`
     on. `table` has the column and the size of each of these units. A slice without a state reads `zeros`."""
     slices, cu_q, inputs, stride, target, channels = values[0], values[1], values[2], values[3], values[4], values[5]
@@ -198,7 +198,7 @@ def convolve(values: Any) -> None:
 @kernel
 def step_sizes(values: Any) -> None:
     """Compute two factors for each token and head: the first multiplies the update, the second multiplies the state.
-    The first lines name the `values`. `target` is [rows, 2, heads]. `is_delta` is 1 if the layer has the delta rule."""
+    The code below names the `values`. `target` is [rows, 2, heads]. `is_delta` is 1 if the layer has the delta rule."""
     rows, heads, steps, stride, rates, biases, target = (
         values[0], values[1], values[2], values[3], values[4], values[5], values[6]
     )  # fmt: skip
@@ -310,7 +310,7 @@ def fetch_or_clear(pool: int, place: int, column: int, tile: int, rows: int, wid
 
 @kernel
 def recur(values: Any) -> None:
-    """Compute the recurrence of a state space. The first lines name the `values`. `shared` is the number of value heads
+    """Compute the recurrence of a state space. The code below names the `values`. `shared` is the number of value heads
     per key head. `query_at`, `key_at` and `value_at` are the first columns of queries, keys and values in `mixed`.
     `read`, `write` and `save` are as in `convolve`. The last value is memory for a tile per thread."""
     slices, cu_q, mixed, channels, sizes, heads = values[0], values[1], values[2], values[3], values[4], values[5]
@@ -408,7 +408,7 @@ def norm_piece(
 
 @kernel
 def delta(values: Any) -> None:
-    """Compute a layer with the delta rule. The first lines name the `values`. `weight` is [width, channels], `sizes` is
+    """Compute a layer with the delta rule. The code below names the `values`. `weight` is [width, channels], `sizes` is
     the result of `step_sizes`, `shared` is the number of value heads per key head, and `norms` is the weight of the
     norm. `read`, `write`, `save` and `zeros` are as in `convolve`. The last two values are the threads' scratch memory
     and its size per thread in bytes.

@@ -62,7 +62,7 @@ def choose(candidates: int, count: int, top_k: int, chosen: int) -> None:
 
 @kernel
 def route(values: Any) -> None:
-    """Choose experts. The first lines name the first ten `values`. The last two are the addresses of the weights and of
+    """Choose experts. The code below names the first ten `values`. The last two are the addresses of the weights and of
     the chosen experts. `stride` is in bytes, `memory` holds each token's scores and candidates, `correction` may be 0
     (none), `factors` multiply weights, and `renormalizes` is 1 if weights are divided by their sum."""
     tokens, experts, top_k, logits, stride, memory = values[0], values[1], values[2], values[3], values[4], values[5]

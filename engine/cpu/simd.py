@@ -133,7 +133,7 @@ def emit_prefetch(builder: Any, address: Any) -> Any:
 
 
 def emit_fetch(builder: Any, ahead: Any, index: Any, lines: Any) -> None:
-    """Prefetch `lines` cache lines in round `index` of a loop. All lines are contiguous and begin at `ahead`."""
+    """Prefetch `lines` cache lines in round `index` of a loop. The lines of all rounds are contiguous, from `ahead`."""
     first = builder.mul(index, lines)
     with cgutils.for_range(builder, lines, intp=_LONG) as loop:
         offset = builder.shl(builder.add(first, loop.index), ir.Constant(_LONG, 6))

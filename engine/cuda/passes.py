@@ -24,8 +24,8 @@ from engine.models.spec import LatentSpec
 
 log = logging.getLogger("baton.engine")
 # The numbers of tokens for which CUDA graphs are captured. The numbers for steps of decodes are the same as in vLLM.
-# Mixed steps have fewer sizes, because each size needs one graph per layer. Padding takes little time in steps of up to
-# about 184 tokens. An H200 is compute-bound above this number.
+# Steps with chunks (MIXED) have fewer sizes, because each size needs one graph per layer. Padding takes little time in
+# steps of up to about 184 tokens. An H200 is compute-bound above this number.
 DECODES = (1, 2, 4, *range(8, 257, 8), *range(320, 513, 64))
 MIXED = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
@@ -134,8 +134,8 @@ class Passes:
 
     @property
     def _captures_attention(self) -> bool:
-        """Whether a graph may contain the attention of decodes. A graph cannot contain the reference. Without Triton,
-        the reference computes the layers that flash-attn does not support."""
+        """Whether a graph may contain the attention of decodes. A graph cannot contain torch's reference attention.
+        Without Triton, the reference attention computes the layers that flash-attn does not support."""
         plain = all(one.attention.is_plain for one in self._model.layers if isinstance(one, AttentionDecoderLayer))
         return self._attention.captures and (plain or self._kernels.captures_states)
 

@@ -38,7 +38,7 @@ def product(
     EXPERTS: tl.constexpr,  # 0 if all rows use a single matrix
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply `rows` by weights in the dtype of `rows`. Grid: tiles of outputs x tiles of rows. BLOCK_K divides GROUP.
+    """Multiply `rows` by weights, in the rows' dtype. Grid: tiles of outputs x tiles of rows. BLOCK_K divides GROUP.
 
     With experts, the number of row tiles in the grid is an upper bound, computed from shapes alone. The host therefore
     does not wait for the counts, and a CUDA graph may contain the launch. Surplus programs end at once.

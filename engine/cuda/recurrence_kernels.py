@@ -145,7 +145,7 @@ def recur(
     known = (row < tl.where(read < 0, 0, KEY_DIM))[:, None] & in_columns[None, :]
     state = tl.load(pool + read + cells, mask=known, other=0.0)
     skip, one = tl.load(skips + head), tl.arange(0, 1)
-    # The loads of the next tokens are issued while a token is computed. Triton can pipeline them: they load float32.
+    # The loads of the next tokens are issued while a token is computed. They load float32, which Triton can pipeline.
     for token in tl.range(0, count, num_stages=STAGES):
         place = (start + token) * HEADS + head
         inputs, factor = mixed + (start + token) * channels, given + 2 * place

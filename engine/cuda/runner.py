@@ -170,7 +170,7 @@ class CudaRunner(TorchRunner):
             self._draw(logits, rows, masks(), parameters, launched)
         self._pool_vectors(slices, built, logits, hidden, launched.outputs)
         self._score(replace(step, slices=slices), built, hidden[len(rows) :], launched.outputs)
-        if done is not None:  # even if no token was drawn, `wait` waits until the KV is stored
+        if done is not None:  # also if no token was drawn: `wait` must wait until the KV is stored
             done.record()
         self._before = slices
         return launched

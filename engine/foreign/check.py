@@ -39,7 +39,7 @@ def check(
     """Compare the decoder's logits with `expected`, for each entry of `CUTS`.
 
     By default, the same module computes the expected logits with transformers' own eager attention. Returns the
-    expected logits. Raises ValueError if logits differ. The message names the entry of `CUTS` and the difference.
+    expected logits. Raises ValueError, which names the entry, if logits differ by over `tolerance` times their range.
     """
     prompts = prompts_of(decoder.config)
     expected = own_logits(decoder, prompts) if expected is None else expected
@@ -51,7 +51,7 @@ def check(
         for prompt, ours, theirs in zip(prompts, found, expected, strict=True):
             difference = float((ours - theirs).abs().max()) / span
             if not difference <= tolerance:
-                why = "" if decoder.takes_positions else "; its code takes no position_ids, which chunks need"
+                why = "" if decoder.takes_positions else "; its code takes no position_ids, so it cannot compute chunks"
                 raise ValueError(
                     f"the check failed: a prompt of {len(prompt)} tokens computed {name} has logits that differ from "
                     f"transformers' own by {difference:.1e} of their range, more than {tolerance:.0e}{why}"
@@ -81,7 +81,7 @@ def packed_logits(
     cuts: Sequence[Sequence[int]],
     together: bool,
 ) -> list[Tensor]:
-    """Return the logits of all positions, computed in the given chunks over a pool whose unused memory is NaN."""
+    """Compute all prompts in chunks, over a pool whose unused memory is NaN. Return the logits of all positions."""
     config = decoder.config
     row = row_layout(config)
     places, size = with_states(all_in_one_row(config.num_kv_layers), config, row.block_bytes), row.block_tokens

@@ -62,7 +62,7 @@ class ProbePass:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: object, options: dict[str, Any]) -> Tensor:
         if not isinstance(mask, Reach):
-            raise ValueError("it computes its masks itself, or attends without one")
+            raise ValueError("it computes its attention masks itself, or attends without a mask")
         if mask.refusal:
             raise ValueError(mask.refusal)
         if query.shape[2] != key.shape[2] or len(query) != 1:
@@ -189,7 +189,7 @@ class ForeignDecoder:
         return found[: len(rows)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` in float32. It already has the logits, because `forward` of this class returns logits."""
+        """Return `hidden` in float32. It already contains logits, because `forward` of this class returns logits."""
         return hidden.float()
 
     def _run(

@@ -1,8 +1,8 @@
 """Recurrent states of transformers' modules, which are kept in Baton's KV pool between the steps of a request.
 
 A pass computes the tokens of all requests as one sequence, except in modules with states. A module with states runs
-once for all decodes together, and once for each chunk. In each run, the module gets a `Cache` of transformers, which
-contains the states of the requests in this run.
+once for all decodes together, and separately for each chunk. In each run, the module gets a `Cache` of transformers,
+which contains the states of the requests in this run.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,7 +88,7 @@ class StateProbe(DynamicCache):  # type: ignore[misc]
         super().__init__(config=config)
         self._parts: dict[
             nn.Module, dict[tuple[int, int, bool], None]
-        ] = {}  # of each module: keys (layer, number, is_conv)
+        ] = {}  # module -> its states, as keys (layer, number, is_conv)
         self._calls: list[nn.Module] = []  # the modules whose code runs, from the outermost to the innermost
         self._module = module
 
@@ -167,7 +167,7 @@ class StatePass:
     def __init__(self, config: Any, batch: Batch, pool: KVPool, stepwise: bool) -> None:
         self._floats = pool.floats
         self._places, saves = places_of(pool, batch)
-        # For each cache: the slices that use it, and the rows of each run of a module.
+        # For each cache: the slices that use it, and the rows of the batch that each call of a module computes.
         self._groups: list[tuple[list[int], list[Tensor]]] = []
         self._save_at = saves.tolist()
         first = batch.cu_q.tolist()

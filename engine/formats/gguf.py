@@ -31,7 +31,7 @@ TYPES = {
     12: ("Q4_K", 256, 144), 14: ("Q6_K", 256, 210),
 }  # fmt: skip
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # sizes of metadata, keyed by type
+VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # size of a value of each type
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
 HEADER_BYTES = 2**26  # maximum size of a header, which consists mainly of the tokenizer's vocabulary (a few MiB)
@@ -68,7 +68,7 @@ class _Header:
         return self.skip(self.number()).decode(errors="replace")
 
     def value(self) -> str | int | None:
-        """Read a value. Return it if it is a string or a 32-bit integer, and otherwise return None."""
+        """Read a value. Return a string or a 32-bit integer, and return None for a value of another type."""
         kind = self.number("<I")
         if kind == STRING:
             return self.text()

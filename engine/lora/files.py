@@ -124,7 +124,7 @@ def _low_rank(
 def _scale(module: str, rank: int, config: Mapping[str, Any], file: Path) -> float:
     """Return the factor of the update: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters.
 
-    As in peft, the first key of `alpha_pattern` with which the module's name ends determines alpha.
+    As in peft, alpha comes from the first key of `alpha_pattern` that the module's name ends with.
     """
     patterns: Any = config.get("alpha_pattern") or {}
     for ending in patterns if isinstance(patterns, dict) else [patterns]:

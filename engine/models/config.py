@@ -8,7 +8,7 @@ from shared.model_files import read_object
 
 
 def check_architecture(keys: ConfigReader, supported: Iterable[str]) -> str:
-    """Return the architecture's name. Refuse a model that is not `supported`.
+    """Return the architecture's name. Raise ValueError if it is not in `supported`.
 
     The code that `auto_map` names is never run: a supported architecture does not need it.
     """

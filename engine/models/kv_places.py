@@ -45,7 +45,7 @@ def all_in_one_row(layers: int) -> KVPlaces:
 
 
 def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
-    """Return the places of a model's layers and, if `row_bytes` (the size of a pool's row) is given, of its states.
+    """Return the places of a model's layers. If `row_bytes` (the size of a row) is given, add the places of its states.
 
     Layers with the same window form a group. The layers of a draft head come last, and have no window. If there are
     several groups, some places may be unused: a row has places for as many layers as possible, but unused places take
@@ -78,7 +78,7 @@ def with_states(places: KVPlaces, config: ModelConfig, row_bytes: int) -> KVPlac
 
 
 def _row_layers(counts: dict[int, int]) -> int:
-    """Return the number of layers in a row. `counts` has the number of layers with each window."""
+    """Return the number of layers in a row. `counts` maps each window to the number of layers that have it."""
     tokens = {size: min(size or TYPICAL_TOKENS, TYPICAL_TOKENS) for size in counts}
     needed = sum(count * tokens[size] for size, count in counts.items())
 

@@ -423,7 +423,7 @@ class _Loader:
 def rotated_first(spec: AttentionSpec) -> Tensor:
     """Return an order of a head's dimensions in which dimension i is rotated with dimension i + head_dim / 2.
 
-    In a checkpoint, the rotated dimensions come first. It rotates dimension i with i + dims / 2 (see `Rope.dims`).
+    In a checkpoint, the rotated dimensions come first, and dimension i is rotated with i + dims / 2 (see `Rope.dims`).
     """
     dims = spec.head_dim if spec.rope is None else spec.rope.dims or spec.head_dim
     half, rest = dims // 2, (spec.head_dim - dims) // 2

@@ -76,8 +76,8 @@ class PriorityLevel:
     tokens: dict[str, int] = field(default_factory=dict)
 
     def share(self, tenant: str, cost: int) -> int:
-        """Return how many tokens of this level are served until a new request of the tenant has been served, if the
-        tenants take turns. The result includes the new request's own tokens (`cost`)."""
+        """Assume that the tenants take turns. Return how many tokens of this level are then served until a new request
+        of the tenant has been served. The result includes the new request's own tokens (`cost`)."""
         tenants = len(self.queues) + (tenant not in self.queues)
         return min(sum(self.tokens.values()) + cost, (self.tokens.get(tenant, 0) + cost) * tenants)
 
@@ -92,8 +92,8 @@ class ThroughputEstimator:
         self.finished_tokens = 0.0  # finished tokens per slot; this number decays with time
 
     def pass_time(self, now: float, is_busy: bool) -> None:
-        """Advance the clock to `now`. `is_busy` says whether requests were queued since the last call; only then does
-        this time count for the throughput."""
+        """Advance the clock to `now`. `is_busy` says whether requests were queued since the last call. If not, the
+        time since that call does not count for the throughput."""
         past_s, self._now = max(0.0, now - self._now), max(now, self._now)
         if is_busy:
             kept = exp(-past_s / RATE_S)
@@ -139,7 +139,7 @@ class AdmissionQueue:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether requests are queued, and the nodes work on others. Without nodes, nothing can be measured."""
+        """Whether there are queued requests and also nodes. Without nodes, no throughput can be measured."""
         return bool(self._levels and self.capacity.requests)
 
     @property

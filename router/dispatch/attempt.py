@@ -70,8 +70,8 @@ class AdmittedRequest:
         self.kv_node: NodeConnection | None = None  # the decode node that has the prompt's KV
         self.prompt_node: NodeConnection | None = None  # the prefill node that computed the prompt, if any
         self.sharers = Counter[int]()  # see `LoadCharge`
-        # Set when sample 0's prompt is computed; the other samples wait for this. If the client wants prompt logprobs,
-        # the event is set when these arrive with sample 0's first token, because the client reads them first.
+        # Set when sample 0's prompt is computed. The other samples wait for this event. If the client wants prompt
+        # logprobs, the event is set later, with sample 0's first token, because they come with this token.
         self.first_is_computed = asyncio.Event()
         self._queue = queue
         self._counts = counts

@@ -36,7 +36,7 @@ from shared.rpc.messages import SubmitRequest, pack_ids
 log = logging.getLogger("baton.dispatch")
 WAIT_NEW_S = 1.0  # how long a new request waits for a node before it is refused
 WAIT_UNDER_WAY_S = 30.0  # how long an accepted request waits for a node before it fails
-RETRY_PAUSE_S = 0.05  # delay of a retry, times the number of attempts before the failed one; varies by 50 %
+RETRY_PAUSE_S = 0.05  # delay of a retry for each attempt before the failed one (0 after the first); varies by 50 %
 NEWS_S = 0.2  # after a failure, wait at most this long for the router to notice that a node is lost
 SEED_STEP = 0x9E3779B97F4A7C15  # difference between the seeds of successive samples (golden ratio, as in splitmix64)
 COUNTS = (
@@ -234,7 +234,7 @@ class Dispatcher:
         )
 
     def _check_adapter(self, request: GenerationRequest) -> None:
-        """Raise RequestError if the request's adapter was unloaded since the request arrived."""
+        """Raise RequestError if the request's adapter has been unloaded since the request arrived."""
         if request.adapter and request.adapter not in self._pool.adapters.values():
             raise RequestError("The model was unloaded.", "model", "model_not_found", 404)
 
@@ -265,7 +265,7 @@ class Dispatcher:
             attempt.begin(source, sibling)
             return
 
-        # All tokens of a sample must come from one model version; all samples of a request do too, if possible.
+        # All tokens of a sample must come from one model version. If possible, a request has only one version.
         has_tokens = any(each.tokens for each in admitted.samples)
         wanted = [attempt.sample.version] if attempt.sample.tokens else [request.version] * has_tokens + [ANY_VERSION]
         spans = [MediaSpan(one.offset, one.rows, one.columns, one.digest) for one in request.media]
@@ -368,7 +368,7 @@ class Dispatcher:
         await asyncio.sleep(pause_s)
 
     async def _has_lost_node(self, attempt: Attempt) -> bool:
-        """Return whether a node of the attempt is lost or leaving. Wait up to NEWS_S for the router to notice it.
+        """Wait up to NEWS_S seconds until a node of the attempt is lost or leaving. Return False if none is.
 
         A node may report a failed handoff before the router notices that the other node is lost. The lost node is then
         at fault, and the retry does not count against the budget.

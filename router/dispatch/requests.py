@@ -74,7 +74,7 @@ class GenerationRequest:
 
 
 def is_refusal(error: Exception, request: GenerationRequest) -> bool:
-    """Return whether the error refused the request before any node received it. A timeout is not a refusal."""
+    """Return whether the error is a refusal of the request before any node received it. A timeout is no refusal."""
     return isinstance(error, BatonError) and error.status != 504 and request.nodes == (None, None)
 
 

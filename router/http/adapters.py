@@ -37,7 +37,7 @@ B = TypeVar("B", bound=BaseModel)
 class AdapterRoutes:
     """The handlers of the two routes. Adapters belong to the router's first model.
 
-    `adapters` is None if --allow-runtime-lora-updating is not set; then both routes answer 404.
+    `adapters` is None if --allow-runtime-lora-updating is not set. In this case, both routes answer 404.
     """
 
     def __init__(self, models: ServedModels, adapters: AdapterSync | None) -> None:

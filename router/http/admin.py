@@ -93,7 +93,9 @@ class Admin:
         others = [info for info, _, is_alive in pool.nodes() if is_alive and info.id != name]
         roles = {self._becoming.get(info.id, info.role) for info in others} | {role}
         if pool.mode == "colocated" and "decode" not in roles:
-            raise RequestError("Mode colocated uses decode nodes only, and this is the last one.", "role", status=409)
+            raise RequestError(
+                "In the mode colocated, only decode nodes are used, and this is the last one.", "role", status=409
+            )
         if "decode" not in roles:
             return "no decode node is left: prefill nodes generate too"
         return "" if "prefill" in roles else "no prefill node is left: decode nodes compute prompts too"

@@ -64,7 +64,7 @@ def deadline_of(scope: Scope, arrived: float, longest_s: float) -> float | None:
     """Return a request's deadline on the clock of `arrived`, or None if the request has no deadline.
 
     The header `x-request-timeout` sets a timeout in seconds. `longest_s` is both the maximum and the default of this
-    timeout; if it is 0, there is no default and the maximum is a day. Raises RequestError if the header is invalid.
+    timeout. If it is 0, there is no default, and the maximum is a day. Raises RequestError if the header is invalid.
     """
     given = Headers(scope=scope).getlist("x-request-timeout")
     if not given:
@@ -94,7 +94,7 @@ def _check_size(num_bytes: int, limit: int) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
-    """Return the body if it has at most `limit` bytes. Raises RequestError (408, 413, 415) or ClientDisconnect."""
+    """Return the body. Raises ClientDisconnect, or RequestError (408: late, 413: over `limit` bytes, 415: bad type)."""
     check_headers(Headers(scope=scope), limit)
     body = bytearray()
     try:

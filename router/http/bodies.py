@@ -82,7 +82,7 @@ EXPECTED = {
     "tools": f"must be a list of at most {MAX_TOOLS} functions",
     "tool_choice": 'must be "none", "auto", "required" or an object with the type "function" and a function\'s name',
 }
-# The number of parts of a parameter's name that an error shows, keyed by the first part; the default is 1.
+# How many parts of a parameter's name an error shows, keyed by the first part. The default is 1.
 # `tools[0].function.name` has 4 parts: `tools`, 0, `function` and `name`.
 NESTED = {
     "messages": 3,

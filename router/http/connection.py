@@ -29,7 +29,7 @@ from shared.errors import BatonError, RequestError, UnavailableError
 LINE_BYTES, HEAD_BYTES, MAX_HEADERS = 8 << 10, 32 << 10, 100
 PIECE_BYTES = 8 << 10  # number of bytes parsed at a time; a limit may be exceeded by up to this number
 MAX_CHUNKS = 10_000
-FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # limit of chunk headers and trailers: a base, and more per chunk
+FRAMING_BYTES, FRAMING_BYTES_A_CHUNK = 16 << 10, 16  # maximum bytes of chunk headers and trailers: base, plus per chunk
 MAX_PIPELINED = 16  # maximum number of parsed requests that wait for earlier responses; further bytes are parsed later
 UNSENT_BYTES = 64 << 10  # maximum number of bytes that are collected for one system call
 CLOSE_S = 30.0  # how long a client may take to read the last response
@@ -134,7 +134,7 @@ class HttpConnection(HttpToolsProtocol):
             transport.close()  # do not wait for the client, so that rejected connections do not accumulate
 
     def eof_received(self) -> None:
-        self._flush()  # because the transport closes after this
+        self._flush()  # the transport closes after this call
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_leaving, self._unparsed = True, b""
@@ -339,7 +339,7 @@ class HttpConnection(HttpToolsProtocol):
         if list(self._under_way) == broken and not any(cycle.response_started for cycle in broken):
             self.write(b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", response.body]))
         self._abort()
-        self._in_head = self._in_head or not self._in_body  # more invalid bytes may arrive
+        self._in_head = self._in_head or not self._in_body  # `close` then drops the invalid bytes that still arrive
         self.close()
 
     def _abort(self) -> None:

@@ -232,8 +232,8 @@ def _truncated(prompt: list[int], body: GenerateBody, model: ModelCard) -> list[
 def _thinking(
     body: CompletionBody | ChatBody, prompt: list[int], model: ModelCard, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """Return the limit on the reasoning in the answers to a prompt, or None for no limit. As in vLLM, reasoning in the
-    prompt counts if the answer continues it. Raises RequestError if a marker of the reasoning is not one token."""
+    """Return the limit on the reasoning in the answers to a prompt, or None for no limit. As in vLLM, it also covers
+    reasoning in the prompt that the answer continues. Raises RequestError if a reasoning marker is not one token."""
     if body.thinking_token_budget in {None, -1}:
         return None
     reasoning, tools = tokenizer.syntax.reasoning, tokenizer.syntax.tools

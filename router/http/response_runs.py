@@ -60,7 +60,7 @@ class RequestSlots:
             del self.by_tenant[tenant]
 
     def is_over_limit(self, tenant: str) -> bool:
-        """Return whether to refuse a request of the tenant. The request must have taken its slot."""
+        """Return whether to refuse a request of the tenant. The request must already have taken its slot."""
         return self.used > self.limit and self.by_tenant[tenant] * len(self.by_tenant) > self.limit
 
 
@@ -246,7 +246,7 @@ class ResponseRuns:
         name = run.stored.id
         if run.is_background:
             self._slots.take(run.stored.tenant)
-        if (earlier := self._tasks.get(name)) is not None:  # it lost its lease while this router was frozen
+        if (earlier := self._tasks.get(name)) is not None:  # the earlier run lost its lease while this router froze
             earlier.cancel()
         task = self._group.start(self._generate(run))
         self._tasks[name], self._owners[name] = task, run.owner
@@ -274,7 +274,7 @@ class ResponseRuns:
                 async for choice, text in deltas:
                     delta = TokenDelta(name, choice.num_tokens - len(text.tokens), pack_ids(text.tokens))
                     # The log does not record that a stop string ended the response. A replay finds the string again,
-                    # perhaps only in the text that it holds back until the end.
+                    # at the latest at its end, in the text that it has held back.
                     delta.finish = "length" if isinstance(text.stop_reason, str) else text.finish or ""
                     delta.logprobs, delta.cached_tokens = text.logprobs, choice.prompt.cached_tokens
                     delta.version = list(request.version)
@@ -309,8 +309,8 @@ class ResponseRuns:
             await asyncio.sleep(LEASE_S / 4)
 
     async def _take_over(self) -> None:
-        """Take over responses whose lease has expired. Take over a few at a time: a new lease is renewed only once its
-        response runs, and must not expire before that."""
+        """Take over responses whose lease has expired. Take over a few at a time, because a new lease is renewed only
+        after its response has started to run. The lease must not expire before that."""
         while True:
             names: list[str] = []
             limit = min(TAKEN_AT_ONCE, self._slots.limit - self._slots.used)

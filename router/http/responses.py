@@ -80,8 +80,8 @@ class ResponseFormatter:
     # Streams
 
     def events(self, choice: OutputProcessor, delta: TextDelta) -> bytes:
-        """Return the events for a text delta. The result may be empty while text is held back. With logprobs of an
-        echoed prompt, callers run this on a thread, as for `encoded_answer`."""
+        """Return the events for a text delta. The result may be empty while text is held back. If it includes the
+        logprobs of an echoed prompt, callers run this method on a thread, like `encoded_answer`."""
         parts: list[str] = []
         text = self._echoed(choice) + delta.text if delta.is_first else delta.text
         prompt_ids = ""
@@ -288,8 +288,8 @@ class CompletionLogprobs:
     def format(
         self, entries: Sequence[Logprobs], unscored: int | None = None, echoed: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Return the API's four lists for the next tokens. If the prompt is echoed, the lists begin with its tokens:
-        `unscored` is the prompt's first token, which has no logprob, and `echoed` has the offsets of all its tokens."""
+        """Return the API's four lists for the next tokens. If the prompt is echoed, the lists begin with its tokens.
+        Then `unscored` is the prompt's first token (it has no logprob), and `echoed` has the prompt tokens' offsets."""
         rows: list[tuple[int, float | None, dict[str, float] | None]]
         rows = [] if unscored is None else [(unscored, None, None)]
         rows += [(entry.token, _finite(entry.logprob), self._top(entry)) for entry in entries]

@@ -28,7 +28,7 @@ def is_of_nodes(name: str, labels: Mapping[str, str]) -> bool:
 class MergedMetrics(Collector):
     """Adds up the request metrics of the workers, and takes the largest value of each node metric.
 
-    A restarted worker counts from 0, so its values of node metrics may be too small. The largest is correct."""
+    A restarted worker counts from 0, so its values of node metrics may be too small. The largest value is correct."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._families: dict[str, Metric] = {}

@@ -17,7 +17,7 @@ from shared.rpc.messages import NodeInfo
 
 ROLES, STATES = ("prefill", "decode"), ("ready", "draining", "breached", "stuck", "lost")
 MAX_REASONS = 64  # maximum number of placement reasons that are exported as labels
-# Maps a request count in the dispatcher's status to the name and the help text of its metric.
+# Maps the key of a count in the dispatcher's status to the name and the help text of its metric.
 COUNTS = {
     "moved": ("baton_request_migrations_total", "Failed attempts, which are retried unless a limit forbids it."),
     "retried": ("baton_requests_retried_total", "Attempts that failed although no node was lost."),

@@ -157,7 +157,7 @@ class SlidingPercentiles:
         self._buckets.add(round(math.log(value_s or LEAST_S) * SCALE))
 
     def read_ms(self) -> dict[str, float | None]:
-        """Return the 50th and 99th percentiles in milliseconds, and the number of values."""
+        """Return the 50th and 99th percentiles in milliseconds (None without values), and `n`, the number of values."""
         counts = self._buckets.totals()
         read: dict[str, float | None] = {"p50": None, "p99": None, "n": counts.total()}
         below = 0

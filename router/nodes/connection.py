@@ -20,7 +20,7 @@ MAX_COMMAND_BYTES = 4 << 20
 CLOSED = "The connection was closed without notice, probably because the node's process ended."
 REDIAL_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 LIVENESS_INTERVALS = 8  # the timeout is divided into this many intervals; see `pass_interval`
-UNUSED_INTERVALS = 3 * LIVENESS_INTERVALS  # limit for a node without requests of this router: it reports less often
+UNUSED_INTERVALS = 3 * LIVENESS_INTERVALS  # limit for nodes without requests of this router; they report less often
 
 
 class ModelVersion(NamedTuple):
@@ -83,7 +83,7 @@ class NodeConnection:
         self._observer = observer
         self._wants_records = wants_records
         self._has_asked = self._wants_records(info.id)  # whether the node was asked to send its records
-        # The last values sent to the node: whether this router has requests on it, and knows that the node drains.
+        # The values last sent to the node: whether this router has requests on it, and has noticed its drain.
         self._has_requests = self._has_seen_drain = False
         self._command = self._new_command()
         self._wake = asyncio.Event()

@@ -70,11 +70,11 @@ class NodePool:
         self.adapters: dict[str, str] = {}  # digests of the LoRA adapters of all nodes, including lost nodes, by name
         self.has_met_nodes = False  # whether any node has joined since the router started
         self.has_been_ready = False  # whether any node has been ready since the router started
-        self.unloaded: set[str] = set()  # names of adapters that no request may use, although nodes may have them
+        self.unloaded: set[str] = set()  # names of adapters that no request may use, even if nodes have them
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskGroup()
         self._changed = asyncio.Event()
-        # The role of which no node is ready although other nodes cannot work without it, or "".
+        # If nodes of one role cannot work because no node of the other role is ready: this other role. Otherwise "".
         self.missing_role = ""
         # One group for each fingerprint; valid unless `_routable` is None.
         self._groups: list[RoutableNodes[NodeConnection]] = []
@@ -165,7 +165,7 @@ class NodePool:
             self.router, info, self._timeout_s, self.connection_changed, self._observer, self._wants_records
         )
         self.connections[info.id] = connection
-        self._count_left(self._left.pop(info.incarnation_id, {}), -1)  # it is back, and reports these totals itself
+        self._count_left(self._left.pop(info.incarnation_id, {}), -1)  # a node that is back reports its own totals
         self.has_met_nodes = True
         self._read_adapters(info)
         self.journal.joined(connection)
@@ -376,9 +376,9 @@ class NodePool:
     ) -> list[Allowed]:
         """Return the groups that `choose` may draw from, each with those of its nodes that may be chosen.
 
-        Groups that can generate only on nodes in `avoid` are returned only if there are no other groups and
-        `only_others` is not set. Groups in which all nodes of a role are ejected are returned only if there are no
-        others, and groups that can generate only on ejected nodes come last."""
+        Groups that can generate only on nodes in `avoid` are returned only if there are no others and `only_others` is
+        not set. Groups with a role whose nodes are all ejected are returned only if there are no others. Among these,
+        groups that can generate only on ejected nodes are the last resort."""
         groups = [each for each in groups if each.most_kv_tokens >= sizes[1]] or groups
         allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter, sizes)) for each in _generating(groups)]
         allowed = [each for each in allowed if each[1] or each[2]]
@@ -424,7 +424,7 @@ class NodePool:
 
 
 async def _collect_young() -> None:
-    """Collect young objects so often that no collection takes long, and all objects about once in FULL_S.
+    """Collect young garbage so often that no collection takes long, and all garbage about every FULL_S seconds.
 
     Python's own thresholds do not limit the number of young objects here. Python counts the created objects minus all
     freed objects, and each report of a node frees about as many older objects as it creates.

@@ -52,7 +52,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def longest_of(names: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest name that begins at a position, or "" without names.
+    """Return a regular expression that matches the longest name that begins at a position, or "" if `names` is empty.
 
     The expression contains the common beginning of several names only once, so few alternatives are tried at each
     position. With a plain list of 1,000 names, the search in a megabyte of text would take seconds, and no other thread
@@ -151,7 +151,7 @@ class ChatTemplate:
         if continue_final_message:
             if not isinstance(content := marked[-1]["content"], str):
                 raise RequestError("A final message with images cannot be continued.", "continue_final_message")
-            space = content[len(content.rstrip()) :]  # templates may remove it
+            space = content[len(content.rstrip()) :]  # templates may remove this space
             marked[-1]["content"] = content.rstrip() + end + space
         if write_calls is not None and "tool_calls" not in self.source:
             for message in marked:

@@ -49,7 +49,7 @@ class ChildProcess:
         return {} if self._settings is None else self._exchange(self._process, self._settings)
 
     def ask(self, question: object) -> dict[str, Any] | None:
-        """Return a child's answer, or None if the child exceeded a limit. Starts a child if none is running."""
+        """Return the child's answer, or None if the child exceeded a limit. Start a child if none is running."""
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
             self.start()
         assert self._process is not None

@@ -27,7 +27,7 @@ from shared.grammar import LIMITS, lark_grammar, one_line
 CHECK_S = 4.0  # CPU time limit for one grammar, after which the child is killed
 MEMORY_BYTES = 1 << 30  # limit of the child's address space
 STACK_BYTES = 2 << 20  # a quarter of the stack size of a node's threads
-# Limit of the symbols of a client's own grammar. The time of a mask can grow with the cube of their number.
+# Limit on the symbols of a client's own grammar. Finding the allowed tokens can take time cubic in their number.
 MAX_SYMBOLS = 256
 REMEMBERED = 256  # number of results that are cached, because clients often send the same grammar again
 NO_TOKENIZER = "no tokenizer"  # part of llguidance's warnings about special tokens

@@ -74,7 +74,7 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"{file}: {str(error)[:300]}") from error
         last = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
-        if vocab_size and last >= vocab_size:  # added tokens may be beyond it; requests that contain them are rejected
+        if vocab_size and last >= vocab_size:  # added tokens may have higher ids; requests with them are rejected
             raise ConfigError(f"{file}: token id {last} is beyond the vocab_size {vocab_size} of config.json")
         config_file = directory / "tokenizer_config.json"
         config = read_object(config_file, MAX_CONFIG_BYTES) if config_file.is_file() else {}

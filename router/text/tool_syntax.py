@@ -120,8 +120,8 @@ COHERE_CALL = ('{"tool_call_id": "0", "tool_name": "', '", "parameters": ', "}")
 
 
 def _listed(begin: str, end: str, call: tuple[str, str, str], name_key: str = "name") -> ToolSyntax:
-    """Return the syntax of a list of calls between two markers. `call` has the texts before, between and after the name
-    and the arguments of a call."""
+    """Return the syntax of a list of calls between two markers. `call` has the texts before the name,
+    between the name and the arguments, and after the arguments of a call."""
     form = CallForm(begin + "[", *call, ", ", "]" + end)
     return ToolSyntax("json", (begin,), (begin,), (end,), name_key=name_key, form=form)
 

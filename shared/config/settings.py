@@ -358,7 +358,8 @@ class ServingSettings(CommonSettings):
         0.0, "Reject requests whose first token is predicted to take longer, with status 429.", "accept all"
     )
     max_queue_s: Seconds = setting(
-        30.0, "Maximum seconds in the admission queue. Requests that wait longer, or are predicted to, are rejected."
+        30.0,
+        "Maximum seconds in the admission queue. Requests that wait longer, or probably will, are rejected.",
     )
     max_queued_tokens: CountOrNone = setting(
         0, "Maximum tokens in the admission queue.", "4 times the KV capacity of the nodes, at least 262,144"
@@ -424,7 +425,9 @@ class ComputingSettings(CommonSettings):
         "auto", "Data type of activations.", "float32 on the CPU, that of the model on a GPU"
     )
     weight_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Data type of weights.", "on a GPU --dtype, on a CPU the checkpoint's (computation uses float32)"
+        "auto",
+        "Data type of weights.",
+        "--dtype on a GPU; the checkpoint's data type on a CPU, which computes in float32",
     )
     model_impl: Literal["auto", "baton", "transformers"] = setting(
         "auto",

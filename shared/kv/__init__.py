@@ -1,2 +1,2 @@
-"""The data plane: the memory of KV pools, and the channels that copy KV between pools. Independent of requests and
-models."""
+"""The data plane: the memory of KV pools, and the channels that copy KV between pools. It does not depend on
+requests or models."""

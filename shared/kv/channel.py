@@ -53,7 +53,7 @@ class KVChannel(Protocol):
     def fence_writer(self, incarnation_id: str) -> bool:
         """Receiver: refuse the process with this incarnation id from now on, because it is considered dead.
 
-        If the process is connected, return False instead. It can then write until `on_writer_lost` is called.
+        If the process is connected, only return False. The process can then write until `on_writer_lost` is called.
         """
 
     def reachable(self, descriptor: bytes) -> bool:
@@ -112,7 +112,7 @@ def is_incarnation_id(text: str) -> bool:
 
 
 def check_open(reservation_id: bytes, rows: Sequence[int], num_rows: int) -> None:
-    """Raise ValueError unless `reservation_id` has 16 bytes and every row is in a pool of `num_rows` rows."""
+    """Raise ValueError if `reservation_id` does not have 16 bytes, or if a row is outside a pool of `num_rows` rows."""
     if len(reservation_id) != RESERVATION_ID_BYTES:
         raise ValueError(f"a reservation id has {RESERVATION_ID_BYTES} bytes, not {len(reservation_id)}")
     if rows and not 0 <= min(rows) <= max(rows) < num_rows:

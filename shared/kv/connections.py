@@ -36,7 +36,7 @@ VERSION = 3
 HELLO = struct.Struct("<4sHxxI32s32s16s")
 ANSWER = struct.Struct("<4sHH")  # magic, version, verdict
 MAX_CONNECTIONS_PER_ADDRESS = 64  # enough for all nodes of a host; bounded, because each connection has a thread
-MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one connection; others may be lost ones that still count as open
+MAX_CONNECTIONS_PER_WRITER = 4  # a writer uses one connection; lost connections may still be counted
 
 Memory = TypeVar("Memory", bound=KVMemory)
 
@@ -233,7 +233,7 @@ class ChannelListener:
         return is_free
 
     def _release(self, key: str) -> bool:
-        """Decrement the number of connections of `key`, an address or a writer. Return whether it is 0 now."""
+        """Decrement the number of connections of `key`, an address or a writer. Return whether the number is 0 now."""
         self._num_open[key] -= 1
         if is_last := not self._num_open[key]:
             del self._num_open[key]

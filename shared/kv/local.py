@@ -67,7 +67,7 @@ class LocalChannel(SocketChannel[Memory]):
     def _serve(self, connection: socket.socket) -> None:
         data, descriptors = self._offer()
         socket.send_fds(connection, [WELCOME + data], descriptors)
-        # Ignore unexpected bytes until the writer ends, because a disconnected writer could still write to our memory.
+        # Ignore unexpected bytes until the writer ends. Even a disconnected writer could still write to our memory.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bytes(16))
         while connection.recv(4096):
             pass
@@ -134,7 +134,7 @@ def private(directory: str | Path) -> Path:
     """Create the directory if needed, and return it. Raises OSError if other users can create files in it.
 
     Such users could create sockets there, to which writers would send prompts. A directory that belongs to root, such
-    as a mounted volume, is trusted unless it has the sticky bit, as /tmp does.
+    as a mounted volume, is trusted if it has no sticky bit (/tmp has one).
     """
     path = Path(directory)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ class Staging(Protocol):
         """Return buffers with the bytes of these rows."""
 
     def room(self, rows: Sequence[int]) -> list[memoryview]:
-        """Return one buffer for each row, which the caller fills."""
+        """Return one buffer for each row. The caller fills the buffers."""
 
     def write(self, rows: Sequence[int]) -> None:
         """Copy the buffers from `room(rows)` into the rows, and wait until the copy is complete."""

@@ -55,7 +55,7 @@ class _Mapping:
             count = end - start
             copied += count * row_bytes
             from_rows, to_rows = (slice(first, first + count) for first in (source[start], target[start]))
-            # Use no variables for the views, because a traceback would keep them, and with them the mapping.
+            # Use no variables for the views, because a traceback would keep the variables, and so the mapping.
             self._theirs[to_rows] = self._ours[from_rows]
         if hung_up(self.socket):
             raise PeerLostError("the peer has ended")

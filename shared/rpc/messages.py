@@ -31,9 +31,9 @@ class ThinkingBudget:
     """A limit on the reasoning at the beginning of an answer. Any token in `ends` ends the reasoning. If the first
     `num_tokens` tokens of reasoning contain no such token, the first token in `ends` is forced after them.
 
-    If the position `begin` is in the prompt, the reasoning begins there. Otherwise, it begins after the token `start`,
-    if this is one of the first tokens of the answer. If it is not, the reasoning begins at `begin`, counted from the
-    beginning of the prompt, or the answer has no reasoning if `begin` is -1."""
+    `begin` is a position, counted from the beginning of the prompt, or -1. If it is in the prompt, the reasoning begins
+    there. Otherwise, the reasoning begins after the token `start` if this is one of the first tokens of the answer. If
+    it is not, the reasoning begins at `begin`. If `begin` is -1, the answer then has no reasoning."""
 
     num_tokens: int
     start: int
@@ -115,8 +115,8 @@ class RouterCommand:
     submits: list[SubmitRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     records: bool = True  # whether the node sends this router its records of steps and events from now on
-    has_requests: bool = True  # whether the router has requests on the node, and so treats a silent node as lost sooner
-    has_seen_drain: bool = False  # whether the router knows that the node drains, and so places no more requests on it
+    has_requests: bool = True  # whether the router has requests on the node; if so, it notices a silent node sooner
+    has_seen_drain: bool = False  # whether the router knows that the node drains; if so, it places no more requests
 
 
 @dataclass(slots=True)
@@ -295,8 +295,8 @@ class NodeListChange:
 
 @dataclass(slots=True)
 class EncodeRequest:
-    """Node to node: reply with the features of an image, from its token `first` on. Only the first request for an image
-    has to contain the pixels."""
+    """Node to node: reply with the features of an image's tokens, starting at token number `first`. Only the first
+    request for an image has to contain the pixels."""
 
     fingerprint: str
     image: Media

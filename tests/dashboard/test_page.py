@@ -229,7 +229,7 @@ PREFILL_IS_FULL = node("prefill", waiting=14, busy=0.97)
             [node("prefill", busy=0.2), node("decode", busy=0.1)],
             {"running": 9, "ttft_ms": took(300, 900)},
             "TTFT p99 900 ms (SLO 500), yet no node has a queue and none is more than 20% busy: "
-            "either such prompts take that long without other load, or time is lost outside the nodes. "
+            "either these prompts take this long even without load, or the delay is outside the nodes. "
             "The timeline of a slow request shows which.",
         ),
         (

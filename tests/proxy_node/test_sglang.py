@@ -89,7 +89,7 @@ async def test_a_server_of_another_kind_is_refused() -> None:
     async with engine_at() as (engine, _):
         vllm = VllmEngine(engine.url, "", VOCABULARY)
         async with vllm.open():
-            with pytest.raises(ConfigError, match="no vLLM server"):
+            with pytest.raises(ConfigError, match="not a server of vLLM"):
                 await vllm.describe()
 
 

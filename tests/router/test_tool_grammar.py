@@ -240,8 +240,8 @@ async def test_gpt_oss_reasons_and_then_calls(tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "param", "says"),
     [
-        ("pythonic", {}, "tools", "in the syntax of this model"),
-        ("gemma4", {}, "tools", "in the syntax of this model"),
+        ("pythonic", {}, "tools", "in this model's syntax"),
+        ("gemma4", {}, "tools", "in this model's syntax"),
         (
             "hermes",
             {

@@ -16,8 +16,8 @@ from shared.model_files import is_multimodal, read_object, text_values
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How to read a family's config.json, and the names of its tensors. `defaults` has transformers' default values of
-    keys that the file may omit, where they differ from Llama's. A default does not replace a null in the file."""
+    """How to read a family's config.json, and the names of its tensors. `defaults` has transformers' default values
+    that differ from Llama's, for keys that the file may omit. A default does not replace a null in the file."""
 
     read: Callable[[ConfigReader], ModelConfig]
     weights: WeightMap = LLAMA

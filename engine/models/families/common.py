@@ -46,8 +46,8 @@ def attention(
 ) -> AttentionSpec:
     """Return the attention of all layers. `more` are fields of AttentionSpec.
 
-    If `default_head_dim` is 0, the default is hidden_size / heads. If `biased`, all products of attention have biases.
-    If `more` has no `rope`, the rotary embedding is read from the config.
+    By default, head_dim is `default_head_dim` or, if this is 0, hidden_size / heads. If `biased`, all products of
+    attention have biases. If `more` has no `rope`, the rotary embedding is read from the config.
     """
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     kv_heads = keys.size("num_key_value_heads", heads)
@@ -75,7 +75,7 @@ def activation_of(keys: ConfigReader, key: str, default: str = "silu") -> Activa
 
 
 def layer_count(keys: ConfigReader, key: str, default: int) -> int:
-    """Return how many of the first layers differ from the others. The number may be 0."""
+    """Return the value of `key`: how many of the first layers differ from the other layers. It may be 0."""
     count = keys.values.get(key, default)
     if type(count) is not int or count < 0:
         keys.refuse(key, "it must be 0 or a positive integer")
@@ -112,7 +112,7 @@ def windowed(attention: AttentionSpec, kinds: Sequence[str], window: int) -> lis
 def rope_values(keys: ConfigReader) -> ConfigReader:
     """Return `rope_parameters` (written by transformers 5) or `rope_scaling` (older versions).
 
-    Raises ValueError if the config has both keys and they differ, because the user may have added `rope_scaling`.
+    Raises ValueError if `rope_scaling` has an entry that `rope_parameters` lacks: the user may have added it by hand.
     """
     parameters, scaling = keys.values.get("rope_parameters"), keys.values.get("rope_scaling")
     if isinstance(parameters, dict) and isinstance(scaling, dict):
@@ -166,7 +166,7 @@ def require_rope(keys: ConfigReader) -> None:
 
 
 def scaled(rope: Rope, keys: ConfigReader, given: ConfigReader, dims: int) -> Rope:
-    """Return `rope` with the scaling for long contexts that `given` describes."""
+    """Return `rope`, scaled for long contexts as `given` describes."""
     key = "rope_type" if "rope_type" in given.values else "type"
     kind = given.text(key, "default")
     if kind == "default":

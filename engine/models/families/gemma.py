@@ -17,7 +17,7 @@ def gemma2(keys: ConfigReader) -> ModelConfig:
 
 
 def gemma3(keys: ConfigReader) -> ModelConfig:
-    """Read Gemma 3. Layers with windows have another rotary embedding. As in transformers, scores have no soft cap."""
+    """Read Gemma 3. Layers with and without windows rotate differently. As in transformers, scores have no soft cap."""
     keys.require("use_bidirectional_attention", False, False)
     pattern = keys.size("sliding_window_pattern", 6)
     kinds = common.layer_kinds(keys, lambda index: SLIDING if (index + 1) % pattern else FULL)

@@ -374,7 +374,7 @@ async def test_a_grant_of_the_wrong_size_is_stopped() -> None:
         here.decoder.targets = TARGETS[:4]
         here.submit()
         stop = await here.decoder.receives(StopRequest)
-        assert "the grant has 4 rows, but 5 are to be sent" in stop.reason
+        assert "the grant has 4 rows, but the prompt needs 5" in stop.reason
         await here.empty()
 
 

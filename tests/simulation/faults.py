@@ -52,7 +52,9 @@ class Faults:
         nodes = [host for host in up if isinstance(host, NodeHost)]
         if not nodes or (fault.kind == "kill router" and not world.router.is_up):
             return
-        host = random.choice(up if fault.kind == "freeze" else nodes)
+        host = random.choice(nodes)
+        if fault.kind == "freeze":  # a router too may freeze
+            host = random.choice(up)
         world.note(f"fault: {fault.kind} {host.name} for {fault.for_s:.2f} s")
         world.reached(f"fault: {fault.kind}")
         match fault.kind:

@@ -9,7 +9,7 @@ from typing import Any
 Node = dict[str, Any]
 Status = dict[str, Any]
 
-BUSY = 0.85  # a node that was busy for a larger share of the last seconds has no capacity left
+BUSY = 0.85  # a node that was busy for a larger share of the last few seconds has no capacity left
 SLACK = 0.5  # a node that was busy for a smaller share of the last seconds has capacity left
 FULL = 0.97  # a node is full if requests hold at least this share of its KV blocks
 RECENT_MS = 600_000

@@ -71,7 +71,7 @@ def completion_body(
         "prompt": list(tokens),
         "max_tokens": max(1, submit.max_tokens - done),
         "min_tokens": max(0, submit.min_tokens - done),
-        # These include the model's own stop tokens, unless the client sets `ignore_eos`.
+        # `stop_tokens` include those of the model, unless the client sets `ignore_eos`.
         "stop_token_ids": unpack_ids(submit.stop_tokens),
         "ignore_eos": True,
         "stream": True,

@@ -111,7 +111,7 @@ def load_of_decode(demand: Demand, node: NodeCapability) -> float:
 
 
 def needed(load: float | None, present: float, routers: int = 1) -> float:
-    """Return the number of nodes that a load needs. `present` is the number of nodes divided by `routers`.
+    """Return the number of nodes that a load needs. `present` is this router's share (nodes / `routers`).
 
     The result rises as soon as the load exceeds `present`. It falls by this router's share of one node at a
     time, and only if the load is at most SURVIVORS times the remaining share. A constant load gives a constant result.

@@ -116,7 +116,7 @@ async def _pushed_s(job: HandoffJob, count: int) -> float:
 
 
 async def _handed_s(job: HandoffJob, count: int) -> float:
-    """Return the median seconds of a handoff of blocks within a shared pool. Such a handoff copies nothing."""
+    """Return the median time, in seconds, of a handoff within a shared pool. Such a handoff copies nothing."""
     with closing(PeerProcess("benchmarks.gpu.handoff", asdict(job))) as other:
         client = PoolClient.attach(job.directory, job.gpu(), secrets.token_hex(16), TIMEOUT_S, TIMEOUT_S)
         memory: Memory | PoolClient = client

@@ -132,8 +132,8 @@ class TrafficSource:
     def draw(self, seed: int, rate: float | None = None) -> Traffic:
         """Return the traffic of a seed. Every call returns the same traffic. `rate` overrides the rate of the options.
 
-        If a trace's own times are used, successive seeds get successive parts of the trace. Raises ConfigError,
-        which names the problem and the flag to change.
+        If a trace's own times are used, successive seeds get successive parts of the trace. If the traffic cannot be
+        drawn, raises ConfigError, which names the flag to change.
         """
         options, rate = self._options, self._rate if rate is None else rate
         flags = ("--rate", rate), ("--burstiness", options.burstiness), ("--duration", options.duration)

@@ -63,7 +63,7 @@ class Run:
 
     ttft_ms: Latencies
     tbt_ms: Latencies  # for each request, the 99th percentile of the times between its tokens
-    own: Latencies | float = nan  # for each request, whether it met its own SLO (1 or 0), or NaN if it has no own SLO
+    own: Latencies | float = nan  # for each request, 1 if it met its own SLO and 0 if not; NaN if it has none
 
     def attainment(self, slo: LatencySlo) -> float:
         """Return the share of requests that met their own SLO or, if they have none, `slo`."""

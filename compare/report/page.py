@@ -13,7 +13,7 @@ from typing import Any
 _SCRIPTS = ("parts", "charts", "steps", "tables", "figures", "report")  # concatenated in this order
 _UPLOT = "page/vendor/uplot-1.6.32/"
 STEPS, REQUESTS, SPANS, DIFFERENT = 9000, 36, 120, 50
-BINS = 64  # approximate number of start times that are tried for a strip, a chart of consecutive steps
+BINS = 64  # about this many intervals are considered for a strip, a chart of consecutive steps
 
 Document = dict[str, Any]
 
@@ -119,7 +119,7 @@ def _range(rows: list[tuple[float, list[Any]]], whole: float) -> tuple[float, fl
 
 def _timeline(timeline: Document, origin: float, keeps: tuple[str, ...] = ()) -> Document:
     """Return a timeline with only its longest spans, in order of time. Times are in ms since `origin`. A span without
-    an end is extended to the request's last known time. If `keeps` is given, drop all other keys of the timeline."""
+    an end is extended to the request's last known time. If `keeps` is given, keep only these keys of the timeline."""
     spans = timeline["spans"]
     known = [timeline.get("ended_ms"), *(span[edge] for span in spans for edge in ("start_ms", "end_ms"))]
     last = max((moment for moment in known if moment is not None), default=0.0)

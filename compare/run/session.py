@@ -46,8 +46,8 @@ REPORT_S = 10.0
 class Trial(NamedTuple):
     """One run of one arm with the traffic of one seed. `position` is its index among all trials of the session.
 
-    In a search for a capacity, `rate` replaces the rate of the traffic, and `attempt` is the number of invalid trials
-    that this trial repeats.
+    In a search for a capacity, `rate` replaces the rate of the traffic, and `attempt` is the number
+    of earlier attempts, which were invalid.
     """
 
     arm: str

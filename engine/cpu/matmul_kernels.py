@@ -6,7 +6,7 @@ The weights of a panel are stored in the order of these steps, so a product read
 tile (up to TILE_ROWS rows of a panel) stay in registers over all steps, as in BLIS (Goto and van de Geijn). While one
 panel is multiplied, the next one is prefetched, a few cache lines every few steps, to overlap with the arithmetic.
 
-The terms of each sum are added in the order of the depth, so no bit of a row's result depends on the other rows.
+The terms of each sum are always added in the same order, so no bit of a row's result depends on the other rows.
 """
 
 from typing import Any

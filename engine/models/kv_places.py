@@ -45,7 +45,7 @@ def all_in_one_row(layers: int) -> KVPlaces:
 
 
 def kv_places(config: ModelConfig, row_bytes: int = 0) -> KVPlaces:
-    """Return the places of a model's layers. If `row_bytes` (the size of a row) is given, add the places of its states.
+    """Return where the KV of each layer lies in a pool. If `row_bytes` (a row's size) is given, add the model's states.
 
     Layers with the same window form a group. The layers of a draft head come last, and have no window. If there are
     several groups, some places may be unused: a row has places for as many layers as possible, but unused places take

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the module needs network libraries, which a simulation in a
     from router.dispatch.requests import GenerationRequest
 
 RATE_S = 10.0  # time constant, in seconds, of the moving average of the nodes' throughput
-BEGUN = 0.25  # when a queue has just formed, this share of the tokens that the nodes hold counts as finished
+BEGUN = 0.25  # a new queue assumes that the nodes have finished this share of the tokens that they hold
 CAUTION = 2.0  # safety factor: a request is refused if CAUTION times its predicted wait is too long
 FORGET = 0.98  # each sample that ends multiplies the weight of earlier samples by this factor
 QUEUED_KV = 4  # default limit of the queue, as a multiple of the nodes' KV capacity

@@ -288,7 +288,7 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 @contextmanager
 def renamed_parameters(names: Mapping[str, str], *, images: str, schema: str) -> Iterator[None]:
-    """Rename the parameter in a RequestError about a chat that was converted from a request of another API.
+    """If a chat was converted from a request of another API, an error must name the parameter of that API: rename it.
 
     `names` maps parameters of chat completions to parameters of the other API. In that API, the parameter `images`
     contains the images, and the field `schema` of a tool is the schema of its arguments.

@@ -220,8 +220,8 @@ class RequestMetrics(Collector):
         *,
         first: "RequestMetrics | None" = None,
     ) -> None:
-        """`slo` returns the targets for requests that arrive now. `first` has the metrics of the router's first model,
-        or is None for that model. Its latencies and totals in `/v1/status` include those of the other models."""
+        """`slo` returns the targets for requests that arrive now. `first` is the object of the first model, and it is
+        None in that object. Its latencies and totals in `/v1/status` include those of the other models."""
         self._model_name = model_name
         self._slo = slo
         self._seen = {what: Buckets(bounds) for what, (_, _, bounds) in HISTOGRAMS.items()}

@@ -60,7 +60,7 @@ class Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
         `vocab_size` is the size of the model's vocabulary, or 0 if it is unknown. `tool_parser` and `reasoning_parser`
-        are arguments of `find_syntax`. Raises ConfigError if a file or the name of a parser is invalid, or if the model
+        are passed to `find_syntax`. Raises ConfigError if a file or the name of a parser is invalid, or if the model
         has no embedding for some of the tokens. The error names the file or the flag.
         """
         file = directory / "tokenizer.json"

@@ -163,7 +163,7 @@ class RpcServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self, timeout_s: float = 2.0) -> None:
-        """Stop listening and cancel all calls. After their end, or `timeout_s` seconds, close all connections."""
+        """Stop listening and cancel all calls. When they end, or after `timeout_s` seconds, close all connections."""
         if self._server is not None:
             self._server.close()
         tasks = [task for each in self.connections for task in cast(CallHandler, each.handler).tasks.values()]

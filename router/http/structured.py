@@ -22,6 +22,8 @@ MAX_BYTES = 64 << 10  # maximum size of a schema, regular expression or grammar
 MAX_CHOICES = 1024
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 UNKNOWN_KEYWORDS = re.compile(r'Unimplemented keys: \["([^"]*)"')
+DATA = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
+NAMING = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")  # objects of named schemas
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 Schema = dict[str, Any]
@@ -199,11 +201,13 @@ def _closed(value: Any) -> Any:
     return {key: _closed(each) for key, each in value.items()} | ({"additionalProperties": False} if closes else {})
 
 
-def _objects(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a schema with their paths, such as `properties.tags`. The root's path is ""."""
-    if isinstance(value, dict):
+def _objects(value: Any, path: str = "", *, has_names: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schemas in a schema with their paths, such as `properties.tags`. The root's path is "". If `has_names`,
+    `value` maps names to schemas."""
+    if isinstance(value, dict) and not has_names:
         yield path, value
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
     for name, inner in items:
-        if isinstance(inner, dict | list):
-            yield from _objects(inner, f"{path}.{name}" if path else str(name))
+        if isinstance(inner, dict | list) and (has_names or name not in DATA):
+            names_schemas = name in NAMING and not has_names
+            yield from _objects(inner, f"{path}.{name}" if path else str(name), has_names=names_schemas)

@@ -71,6 +71,12 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"structured_outputs": {"json": POINT, "disable_additional_properties": True}}, ['{"x":1}'], ['{"x":1,"y":2}']),
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
     ({"structured_outputs": {"json": {"required": ["a"], "minProperties": 2}}}, ['{"a":1,"b":2}'], ['{"a":1,"a":2}']),
+    (
+        {"structured_outputs": {"json": {"type": "object", "properties": {"$ref": {}, "$id": {}}}}},
+        ['{"$ref":1,"$id":2}'],
+        ["[]"],
+    ),
+    ({"structured_outputs": {"json": {"enum": [{"minProperties": 9}]}}}, ['{"minProperties":9}'], ["{}"]),
     ({"structured_outputs": {"json": {"x-guidance": {"lenient": True}, "type": "null"}}}, ["null"], ["1"]),
     ({"structured_outputs": {"regex": r"[a-c]{2}|/\d"}}, ["ab", "/7"], ["a", "abc", "xab", "/٣"]),
     (
@@ -107,6 +113,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"response_format": schema({"items": {"$ref": "#", "$id": "x"}})}, SCHEMA, "`$ref` next to `$id`"),
     ({"response_format": schema({"required": ["a"], "minProperties": 3})}, SCHEMA, "a name may be repeated"),
+    ({"response_format": schema({"properties": {"enum": {"minProperties": 3}}})}, SCHEMA, "in properties.enum"),
     ({"response_format": schema({"type": "thing"})}, SCHEMA, "Invalid type: thing"),
     ({"response_format": schema({"type": "string", "format": "odd"})}, SCHEMA, "Unknown format: odd"),
     ({"response_format": schema({"$ref": "http://169.254.169.254/"})}, SCHEMA, "does not fetch resources"),

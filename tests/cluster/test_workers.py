@@ -166,7 +166,7 @@ def test_the_workers_divide_the_limit_of_requests() -> None:
     [
         ("--workers 2 --responses-store memory", "redis://"),
         ("--workers 0", "--workers"),
-        ("--workers 8 --max-concurrent-requests 4", "--max-concurrent-requests 4: give at least 8"),
+        ("--workers 8 --max-concurrent-requests 4", "--max-concurrent-requests 4: must be at least 8"),
     ],
 )
 def test_settings_that_workers_cannot_share_are_refused(flags: str, words: str) -> None:

@@ -86,9 +86,8 @@ class StateProbe(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, config: Any, module: nn.Module) -> None:
         super().__init__(config=config)
-        self._parts: dict[
-            nn.Module, dict[tuple[int, int, bool], None]
-        ] = {}  # module -> its states, as keys (layer, number, is_conv)
+        # By module: its states, as keys (layer, number, is_conv)
+        self._parts: dict[nn.Module, dict[tuple[int, int, bool], None]] = {}
         self._calls: list[nn.Module] = []  # the modules whose code runs, from the outermost to the innermost
         self._module = module
 

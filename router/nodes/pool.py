@@ -16,7 +16,14 @@ from router.nodes.connection import ANY_VERSION, LIVENESS_INTERVALS, ModelVersio
 from router.nodes.health import OutlierDetector
 from router.nodes.journal import NodeJournal
 from router.nodes.load import kv_capacity_tokens, step_tokens
-from router.nodes.placement import BACKLOG_STEPS, PlacementCandidate, PoolCapacity, RoutableNodes, capacity_of
+from router.nodes.placement import (
+    BACKLOG_STEPS,
+    PlacementCandidate,
+    PoolCapacity,
+    RoutableNodes,
+    capacity_of,
+    needs_peer,
+)
 from router.observer import RouterObserver
 from scheduler.placement import PrefixIndex
 from scheduler.prefix import MediaSpan, block_hashes
@@ -263,6 +270,9 @@ class NodePool:
         for connection in connections:
             self.outliers[connection.info.id].succeeded()
 
+    def _is_ejected(self, connection: NodeConnection) -> bool:
+        return self.outliers[connection.info.id].is_ejected(time.monotonic())
+
     def _schedule_return(self, connection: NodeConnection) -> None:
         left_s = self.outliers[connection.info.id].ejected_until - time.monotonic()
         self.notify()
@@ -292,17 +302,22 @@ class NodePool:
         prefill = [each for each in ready if each.info.role == "prefill" and self.mode != "colocated"]
         prefill = [each for each in prefill if each.info.shared_pool_owner in pool_owners]
         groups = [
-            RoutableNodes(*(self._without_outliers(pool, one) for pool in (prefill, decode)))
-            for one in sorted({each.info.fingerprint for each in prefill + decode})
+            self._group(one, prefill, decode) for one in sorted({each.info.fingerprint for each in prefill + decode})
         ]
         self.missing_role = next((group.missing_role for group in groups if group.missing_role), "")
         return [group for group in groups if not group.missing_role]
 
-    def _without_outliers(self, connections: list[NodeConnection], fingerprint: str) -> list[NodeConnection]:
-        """Return the nodes with this fingerprint that are not ejected. If all of them are ejected, return them all."""
-        now = time.monotonic()
-        group = [each for each in connections if each.info.fingerprint == fingerprint]
-        return [each for each in group if not self.outliers[each.info.id].is_ejected(now)] or group
+    def _group(
+        self, fingerprint: str, prefill: list[NodeConnection], decode: list[NodeConnection]
+    ) -> RoutableNodes[NodeConnection]:
+        """Return the nodes with this fingerprint that are not ejected. If all nodes of a role are ejected, return them
+        all, unless they are prefill nodes and the decode nodes can compute prompts."""
+        prefill, decode = (
+            [each for each in role if each.info.fingerprint == fingerprint] for role in (prefill, decode)
+        )
+        working = [[each for each in role if not self._is_ejected(each)] for role in (prefill, decode)]
+        needs_prefill = not decode or any(needs_peer(each.info) for each in prefill + decode)
+        return RoutableNodes(working[0] or (prefill if needs_prefill else []), working[1] or decode)
 
     def capacity(self) -> PoolCapacity:
         """Return the capacity of the routable nodes."""
@@ -377,19 +392,17 @@ class NodePool:
         """Return the groups that `choose` may draw from, each with those of its nodes that may be chosen.
 
         Groups that can generate only on nodes in `avoid` are returned only if there are no others and `only_others` is
-        not set. Groups with a role whose nodes are all ejected are returned only if there are no others. Among these,
-        groups that can generate only on ejected nodes are the last resort."""
+        not set. Groups with a role whose nodes are all ejected are returned only if there are no others."""
         groups = [each for each in groups if each.most_kv_tokens >= sizes[1]] or groups
         allowed = [(each, *self._allowed(each, avoid, prefix_node, adapter, sizes)) for each in _generating(groups)]
         allowed = [each for each in allowed if each[1] or each[2]]
         others = [each for each in allowed if any(node.info.id not in avoid for node in each[2] or each[1])]
         if prefix_node:
             others = [each for each in others if any(node.info.id == prefix_node for node in each[1])] or others
-        found, now = others if only_others else others or allowed, time.monotonic()
+        found = others if only_others else others or allowed
         # Of the nodes of one role in a group, either none or all are ejected.
-        ejected = [[self.outliers[some[0].info.id].is_ejected(now) for some in each[1:] if some] for each in found]
-        working = [each for each, roles in zip(found, ejected, strict=True) if not any(roles)]
-        return working or [each for each, roles in zip(found, ejected, strict=True) if not roles[-1]] or found
+        working = [each for each in found if not any(self._is_ejected(role[0]) for role in each[1:] if role)]
+        return working or found
 
     def _allowed(
         self,

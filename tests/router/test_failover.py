@@ -241,31 +241,35 @@ async def test_an_ejected_node_gets_no_requests_unless_all_are_ejected(monkeypat
     assert len(here.fleet.routable()[1]) == 2
 
 
-async def test_an_ejected_node_that_is_alone_in_its_group_gets_no_requests_while_another_group_has_nodes() -> None:
-    here = stage("d0 d1")
-    here.d1.info = replace(here.d1.info, fingerprint="new")
-    here.d1.die()
-    here.d1.revive()
+@pytest.mark.parametrize(("names", "ejected"), [("d0 d1", "d1"), ("p0 d0 p1 d1", "p1")])
+async def test_a_group_with_only_an_ejected_node_of_a_role_gets_no_requests_while_another_works(
+    names: str, ejected: str
+) -> None:
+    here = stage(names)
+    for name, node in here.nodes.items():
+        attributes = {"computes_prompts": "no"} if "p0" in here.nodes and name.startswith("d") else {}
+        node.info = replace(node.info, attributes=attributes, fingerprint=name[1:])
+    here.nodes[ejected].die()
+    here.nodes[ejected].revive()
     runs = [await here.submit(name=f"r{number}") for number in range(20)]
-    assert not here.d1.submits
+    assert not here.nodes[ejected].submits
     here.d0.die()
     await settle()
-    assert len(here.d1.submits) == 20, "every node is ejected, or gone"
+    assert len(here.nodes[ejected].submits) == 20, "no other group can generate"
     for run in runs:
         await run.close()
     here.check_over()
 
 
-async def test_an_ejected_prefill_node_that_is_alone_in_its_group_gets_no_requests_either() -> None:
+async def test_decode_nodes_compute_prompts_while_all_prefill_nodes_of_their_group_are_ejected() -> None:
     here = stage("p0 d0 p1 d1", disaggregate="always")
     here.p1.info, here.d1.info = (replace(each.info, fingerprint="new") for each in (here.p1, here.d1))
     here.p1.die()
     here.p1.revive()
     runs = [await here.submit(name=f"r{number}") for number in range(20)]
     assert not here.p1.submits
-    here.d0.die()
-    await settle()
-    assert len(here.p1.submits) == 20, "no other group can generate"
+    assert here.p0.submits
+    assert here.d1.submits
     for run in runs:
         await run.close()
     here.check_over()

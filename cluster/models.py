@@ -17,8 +17,9 @@ HEAD = ("models", "architecture", "layers contain")
 NOTES = """Tests compare each family with transformers. If Baton computes prompts in chunks of random sizes, its logits
 differ from those of transformers by at most 10⁻⁴ (with recurrent layers: 4 · 10⁻⁴). Whole clusters generate the same
 tokens as transformers, with and without prefill nodes, over each KV channel, and with preemption. Checkpoints may be
-[quantized](operations.md#quantized-checkpoints). Baton also reads GGUF files of Llama, Mistral, Qwen2 and Qwen3. For
-GPUs (experimental), Baton has Triton kernels for all of these layers.
+[quantized](operations.md#quantized-checkpoints). Baton also reads GGUF files of
+[many of these families](operations.md#quantized-checkpoints). For GPUs (experimental), Baton has Triton kernels for all
+of these layers.
 
 On a CPU, Baton runs other decoders with the modules of transformers, over Baton's KV pool. When a node loads such a
 decoder, the node compares its logits with those of transformers' own attention, and refuses the decoder if the logits

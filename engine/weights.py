@@ -106,6 +106,17 @@ def stored_dtype(directory: Path) -> str:
     raise ValueError(f"{directory}: the files contain no weight matrix")
 
 
+def stored_vocabulary(directory: Path) -> int | None:
+    """Return the number of tokens in the embedding of a GGUF file, or None if the directory has no such file. Some
+    converters remove the rows of tokens that the tokenizer lacks."""
+    if not any(directory.glob(f"*{GGUF}")) or (file := weight_files(directory)[0]).suffix != GGUF:
+        return None
+    from engine.formats.gguf import read_entries
+
+    entry = read_entries(file)[1].get("token_embd.weight")
+    return None if entry is None else entry.shape[0]
+
+
 def text_name(name: str) -> str:
     """Return the text model's name for a tensor of a multimodal model, or "" if the text model lacks this tensor."""
     for prefix, own in (

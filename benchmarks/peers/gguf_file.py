@@ -8,33 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf  # type: ignore[import-not-found]
+import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")
 Array = np.ndarray[Any, np.dtype[np.float32]]
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-}
-
 FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -66,6 +45,8 @@ def write(model: Path, kind: str, out: Path) -> None:
     # them to rows i and i + d/2, which is the order of the checkpoint.
     rotated = {"q_proj": heads, "k_proj": kv_heads} if architecture == "llama" else {}
     target = gguf.GGMLQuantizationType[kind]
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(out, architecture)
     for field, key in FIELDS.items():
         if key in config:
@@ -76,7 +57,9 @@ def write(model: Path, kind: str, out: Path) -> None:
         paired = rotated.get(name.split(".")[-2], 0)
         to = target if weight.ndim > 1 and not name.endswith("mlp.gate.weight") else gguf.GGMLQuantizationType.F32
         values = gguf.quantize(_interleaved(weight, paired) if paired else weight, to)
-        writer.add_tensor(_renamed(name), values, raw_dtype=to)
+        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored_name is not None, name
+        writer.add_tensor(stored_name, values, raw_dtype=to)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -94,14 +77,6 @@ def _with_experts_in_one(weights: dict[str, Array]) -> dict[str, Array]:
         else:
             found[name] = weights[name]
     return found | {name: np.stack(parts) for name, parts in stacks.items()}
-
-
-def _renamed(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, index, part = stem.split(".", 3)
-        return f"blk.{index}.{NAMES[part]}.{kind}"
-    return f"{NAMES[stem]}.{kind}"
 
 
 def _interleaved(weight: Array, heads: int) -> Array:

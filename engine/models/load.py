@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch.nn.functional import embedding
 
 from engine.attention import AttentionLayer
 from engine.formats.forms import Weight, dense, joined, rows_of
-from engine.formats.gguf import GgufCheckpoint
 from engine.formats.reader import UNUSED, QuantizedReader
 from engine.formats.scheme import read_scheme
 from engine.linear import Linear, LinearFormat, Lookup, Plain
@@ -37,6 +37,9 @@ from engine.models.spec import (
 from engine.models.weight_map import LLAMA, ExpertNames, WeightMap
 from engine.weights import GGUF, Checkpoint, weight_files
 
+if TYPE_CHECKING:
+    from engine.formats.gguf import GgufCheckpoint  # imports take 0.1 s
+
 Take = Callable[..., Tensor]  # called once per tensor, with its name and shape
 
 
@@ -49,7 +52,10 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device, linear: Lin
     config = read_model_config(path)
     names, file = FAMILIES[config.architecture].weights, weight_files(path)[0]
     if file.suffix == GGUF:
+        from engine.formats.gguf import GgufCheckpoint
+
         source = GgufCheckpoint(file, config, device)
+        names = replace(names, norms_are_offsets=False)
         model = assemble(source.take, source.config, dtype, linear or Plain(dtype), names, source)
         source.finish()
         return model
@@ -153,7 +159,7 @@ def assemble(
     dtype: torch.dtype,
     linear: LinearFormat,
     names: WeightMap = LLAMA,
-    reader: QuantizedReader | GgufCheckpoint | None = None,
+    reader: "QuantizedReader | GgufCheckpoint | None" = None,
 ) -> Decoder:
     """Build a decoder from the tensors that `take` returns. `dtype` is the dtype of activations.
 
@@ -174,7 +180,7 @@ class _Loader:
     dtype: torch.dtype
     linear: LinearFormat
     names: WeightMap
-    reader: QuantizedReader | GgufCheckpoint | None
+    reader: "QuantizedReader | GgufCheckpoint | None"
 
     def vocabulary(self) -> tuple[Lookup, Linear]:
         """Return the embedding and the output head."""
@@ -399,7 +405,7 @@ class _Loader:
 
     def read_stacked(self, name: str, count: int, width: int, out: int) -> list[Weight]:
         """Return the experts' matrices [out, width] from one tensor [count, width, out]."""
-        if isinstance(self.reader, QuantizedReader):
+        if self.reader is not None:
             return self.reader.stacked(name, count, width, out)
         return [one.T.contiguous() for one in self.take(name, count, width, out)]
 

@@ -1,71 +1,19 @@
-"""Writers of GGUF files and of random quantized blocks, from the published layout of the format."""
+"""Writes models to GGUF files, as llama.cpp's converter does, and headers of malformed files."""
 
-import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+from transformers import MixtralForCausalLM, PreTrainedModel
 
-from engine.formats.gguf import gguf_name
+from engine.formats.gguf import ARCHITECTURES, GROUPED, ROTATES_ADJACENT
 
-NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30}
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-Stored = tuple[bytes, list[float]]  # a block of random codes, and the values that it represents
-
-
-def _bytes(count: int) -> list[int]:
-    return torch.randint(0, 256, (count,)).tolist()
-
-
-def _scale(least: float = 0.002) -> tuple[bytes, float]:
-    data = struct.pack("<e", least * (1 + torch.rand(()).item()))
-    return data, struct.unpack("<e", data)[0]
-
-
-def q4_0() -> Stored:
-    (data, scale), codes = _scale(0.02), _bytes(16)
-    return data + bytes(codes), [scale * ((code & 15) - 8) for code in codes] + [scale * ((c >> 4) - 8) for c in codes]
-
-
-def q8_0() -> Stored:
-    (data, scale), codes = _scale(), _bytes(32)
-    return data + bytes(codes), [scale * (code - 256 if code > 127 else code) for code in codes]
-
-
-def q4_k() -> Stored:
-    (data, scale), (more, least), six, codes = _scale(0.0005), _scale(0.0005), _bytes(12), _bytes(128)
-    values = []
-    for group in range(8):
-        if group < 4:
-            factor, minimum = six[group] & 63, six[group + 4] & 63
-        else:
-            factor = six[group + 4] & 15 | six[group - 4] >> 6 << 4
-            minimum = six[group + 4] >> 4 | six[group] >> 6 << 4
-        for place in range(32):
-            code = codes[group // 2 * 32 + place] >> 4 * (group % 2) & 15
-            values.append(scale * factor * code - least * minimum)
-    return data + more + bytes(six) + bytes(codes), values
-
-
-def q6_k() -> Stored:
-    low, high, factors, (data, scale) = _bytes(128), _bytes(64), _bytes(16), _scale(0.0001)
-    values = []
-    for place in range(256):
-        half, quarter, index = place // 128, place % 128 // 32, place % 32
-        code = low[64 * half + 32 * (quarter % 2) + index] >> 4 * (quarter // 2) & 15
-        code |= (high[32 * half + index] >> 2 * quarter & 3) << 4
-        factor = factors[place // 16]
-        values.append(scale * (factor - 256 if factor > 127 else factor) * (code - 32))
-    return bytes(low + high + factors) + data, values
-
-
-BLOCKS: dict[str, tuple[Callable[[], Stored], int]] = {
-    "Q4_0": (q4_0, 32), "Q8_0": (q8_0, 32), "Q4_K": (q4_k, 256), "Q6_K": (q6_k, 256),
-}  # fmt: skip
+SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # offsets of the float16 scales in a block
 
 
 def text(value: str) -> bytes:
@@ -87,35 +35,68 @@ def header(tensors: list[tuple[str, list[int], int, int]], architecture: str) ->
     return data + bytes(-len(data) % 64)
 
 
-def convert(source: Path, target: Path, kind: str, architecture: str) -> None:
-    """Write the model in `source` to `target` as a GGUF file. If `kind` is a quantized type, the matrices get random
-    values. Write the values that the file represents back to `source`."""
-    target.mkdir()
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    tensors, entries, data = load_file(source / "model.safetensors"), [], b""
-    for name, tensor in tensors.items():
-        own = kind if tensor.ndim == 2 else "F32"
-        if own in BLOCKS:
-            make, size = BLOCKS[own]
-            blocks = [make() for _ in range(tensor.numel() // size)]
-            stored = b"".join(block for block, _ in blocks)
-            values = torch.tensor([value for _, block in blocks for value in block]).view(tensor.shape)
-            in_layer = ".layers." in name and own == "Q4_0"
-            values = values if in_layer else values.half().float()  # all but Q4_0 in layers are rounded to float16
-        else:
-            values = tensor.to(FLOATS[own])
-            stored, values = values.view(torch.uint8).numpy().tobytes(), values.float()
-        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        tensors[name] = _halved(values, config[heads]) if heads and architecture == "llama" else values
-        entries.append((gguf_name(name), list(tensor.shape), NUMBERS[own], len(data)))
-        data += stored + bytes(-len(stored) % 64)
-    save_file({name: one.contiguous() for name, one in tensors.items()}, source / "model.safetensors", {"format": "pt"})
-    (target / "config.json").write_bytes((source / "config.json").read_bytes())
-    (target / "model.gguf").write_bytes(header(entries, architecture) + data)
+def convert(model: PreTrainedModel, target: Path, kind: str) -> None:
+    """Write the model to the new directory `target`, with matrices of the type `kind`, and give the model the weights
+    that the file represents. Types that gguf cannot write get random codes."""
+    architecture, config = ARCHITECTURES[type(model).__name__], model.config
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(number, config.num_hidden_layers)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(target)
+    writer = GGUFWriter(target / "model.gguf", architecture)
+    for name, parameter in model.named_parameters():
+        is_transposed = architecture == "gpt-oss" and ".experts." in name and parameter.ndim == 3
+        values = (parameter.mT if is_transposed else parameter).detach().contiguous().numpy()
+        own = GGMLQuantizationType[kind if values.ndim > 1 and values.shape[-2] > 1 and "_bias" not in name else "F32"]
+        data = _encoded(values, own)
+        held = torch.from_numpy(dequantize(data, own)).view(values.shape)
+        if own not in GROUPED or "embed_tokens" in name:
+            held = held if own.name in {"F32", "F16", "BF16"} else held.half().float()
+        parameter.data = held.mT.contiguous() if is_transposed else held
+        for part, rows in _stored(name, data, architecture, config).items():
+            known = _mixtral_name(part) if isinstance(model, MixtralForCausalLM) else part
+            stored_name = names.get_name(known, try_suffixes=(".weight", ".bias"))
+            assert stored_name is not None, known
+            writer.add_tensor(stored_name, np.ascontiguousarray(rows), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def _halved(values: Tensor, heads: int) -> Tensor:
-    """Return the rows in the order of Hugging Face: row 2i of a head becomes row i, and row 2i + 1 becomes row i + d /
-    2, where d is the number of rows of the head."""
-    by_head = values.view(heads, -1, values.shape[1])
-    return torch.cat((by_head[:, 0::2], by_head[:, 1::2]), 1).flatten(0, 1)
+def _mixtral_name(name: str) -> str:
+    for new, old in {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.items():
+        name = name.replace(new, old)
+    return name
+
+
+def _encoded(values: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[Any]:
+    """Return the bytes of each row of a quantized type, or floats."""
+    if kind.name not in SCALES:
+        return quantize(values, kind)
+    block, num_bytes = GGML_QUANT_SIZES[kind]
+    blocks = torch.randint(0, 256, (values.size // block, num_bytes), dtype=torch.uint8).numpy()
+    for offset in SCALES[kind.name]:
+        scale = 0.0005 * (1 + torch.rand(len(blocks), 1).numpy())
+        blocks[:, offset : offset + 2] = scale.astype(np.float16).view(np.uint8)
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def _stored(name: str, data: NDArray[Any], architecture: str, config: Any) -> dict[str, NDArray[Any]]:
+    """Return the tensors in which llama.cpp stores a tensor of Hugging Face's, with the names that gguf knows."""
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return {name: data + 1}
+    if architecture in ROTATES_ADJACENT and name.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        return {name: data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)}
+    if name.endswith("shared_expert_gate.weight"):
+        return {name: data[0]}
+    if name.endswith("sinks"):
+        return {f"{name}.weight": data}
+    if ".experts." not in name:
+        return {name: data}
+    stem, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+    if stem.endswith("down_proj"):
+        return {f"{stem}.{kind}": data}
+    halves = (data[:, 0::2], data[:, 1::2]) if architecture == "gpt-oss" else np.split(data, 2, 1)
+    return {f"{stem.replace('gate_up', part)}.{kind}": half for part, half in zip(("gate", "up"), halves, strict=True)}

@@ -10,6 +10,7 @@ from engine.models.config import check_architecture, eos_token_ids
 from engine.models.families import experts, gemma, hybrid, latent, llama
 from engine.models.spec import ModelConfig
 from engine.models.weight_map import LLAMA, ExpertNames, WeightMap
+from engine.weights import stored_vocabulary
 from shared.config_reader import ConfigReader
 from shared.model_files import is_multimodal, read_object, text_values
 
@@ -142,6 +143,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     keys.values = TEXT_DEFAULTS.get(str(keys.values.get("model_type")), family.defaults) | keys.values
     config = family.read(keys)
     read_scheme(directory)  # raises ValueError if the quantization is not supported
+    if (stored := stored_vocabulary(directory)) is not None:
+        config = replace(config, vocab_size=min(stored, config.vocab_size))
     return replace(config, eos_token_ids=eos_token_ids(keys, directory, config.vocab_size))
 
 

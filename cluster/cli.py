@@ -213,7 +213,7 @@ def _ray_status(cluster: ClusterName = "default") -> int:
 def _ray_down(
     cluster: ClusterName = "default",
     timeout_s: Annotated[
-        float, typer.Option("--drain-timeout-s", min=0, help="Seconds to wait for requests in progress.")
+        float, typer.Option("--drain-timeout-s", min=0, max=86_400, help="Seconds to wait for requests in progress.")
     ] = 30.0,
 ) -> int:
     return _on_ray(lambda commands: commands.down(cluster, timeout_s))

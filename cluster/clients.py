@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import httpx
 
-from shared.api_client import bearer, verification
+from shared.api_client import bearer, verification, with_fix
 
 TIMEOUT_S = 5.0
 ANSWER_S = 120.0  # maximum wait for each part of a chat answer; on a busy cluster, the first part comes late
@@ -71,7 +71,7 @@ def request(
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UnreachableError(
-            f"no router at {url}: {error or type(error).__name__}; give its address with --url or BATON_URL"
+            f"no router at {url}: {with_fix(error)}; give its address with --url or BATON_URL"
         ) from None
     except (ValueError, KeyError, TypeError, IndexError):
         raise UnreachableError(f"{url} did not answer like a router of this version; is it a router?") from None

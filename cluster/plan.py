@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from shared.api_client import base_url
 from shared.config.settings import (
     EVERY_ADDRESS,
+    NOT_ZERO,
     VLLM_VARIABLES,
     ComputingSettings,
     Engines,
@@ -73,8 +74,8 @@ class LocalSettings(ServingSettings, ComputingSettings, EngineSettings):
     needed: ClassVar[tuple[str, ...]] = ()  # no setting is required; the default model is the demo model
 
     model: str = setting("", "Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.", "the demo model")
-    prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill nodes.")
-    decode: Annotated[int, Field(ge=0, le=256)] = setting(
+    prefill: int = Field(default=1, ge=0, le=256, description="Number of prefill nodes; 0: co-located.")
+    decode: Annotated[int, Field(ge=0, le=256), NOT_ZERO] = setting(
         0, "Number of decode nodes.", "1, or with --mode colocated 1 + --prefill"
     )
     devices: Devices = setting(

@@ -171,7 +171,7 @@ def up(settings: RaySettings) -> int:
     actors = {child.name: _start(settings, child, secret, joined) for child in nodes}
     if len(_placed(settings, actors)) < len(actors):
         return 1
-    print(f"serving at {' and '.join(urls)}; `baton ray status` shows the processes")
+    print(f"started; the API will be at {' and '.join(urls)}; `baton ray status` shows whether the processes run")
     return 0
 
 

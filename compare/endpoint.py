@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from shared.api_client import bearer, verification
+from shared.api_client import bearer, verification, with_fix
 
 REQUEST_TIMEOUT_S = 60.0
 IDLE_POLL_S = 0.2
@@ -120,7 +120,7 @@ class Endpoint:
         try:
             answer = await self._client.request(method, self.url + path, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise EndpointError(f"nothing answers at {self.url}: {error or type(error).__name__}") from None
+            raise EndpointError(f"nothing answers at {self.url}: {with_fix(error)}") from None
         if answer.is_error:
             fix = "; check --api-key and BATON_API_KEY" if answer.status_code == 401 else ""
             raise EndpointError(f"{answer.url} answers with status {answer.status_code}: {answer.text[:200]}{fix}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.lora.linear import ModelAdapters
 from node.node import Node
 from shared.lifecycle import wait_until
+from shared.limits import MAX_ADAPTERS
 from shared.registry import Announcer
 from shared.rpc.messages import Ack, SetAdapterRequest
 
@@ -39,6 +40,8 @@ class RuntimeAdapters:
         return Ack()
 
     async def _load(self, model: ModelAdapters, name: str, directory: Path) -> None:
+        if len(self._node.state.info.adapters) >= MAX_ADAPTERS:
+            raise ValueError(f"it already has {MAX_ADAPTERS} adapters; unload one")
         files = await asyncio.to_thread(model.read, directory)
         if files.digest not in self._held:
             await self._node.between_steps(lambda: model.add(files))

@@ -266,7 +266,7 @@ class Node:
             )
         self.update_info(state="draining")  # set before the first await, so that a concurrent call is refused
         self.sessions.publish_stats(self.stats())  # as in `drain`, before the first rejection
-        drain_s = min(max(message.drain_s, 0.0), MAX_DRAIN_S)
+        drain_s = min(max(0.0, message.drain_s), MAX_DRAIN_S)  # in this order, NaN becomes 0
         # Shield the switch, because a caller that disconnects must not leave the node draining.
         return await asyncio.shield(self.tasks.start(self._switch(role, drain_s, announcer, ending)))
 

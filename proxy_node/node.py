@@ -233,7 +233,7 @@ class ProxyNode:
             return Ack("the node is draining")
         self.info = replace(info, state="draining")  # set before the first await, to refuse a concurrent call
         self.sessions.publish_stats(self.stats())  # otherwise, routers would mistake a rejection for a failure
-        return await asyncio.shield(self._tasks.start(self._switch(role, min(max(message.drain_s, 0.0), MAX_DRAIN_S))))
+        return await asyncio.shield(self._tasks.start(self._switch(role, min(max(0.0, message.drain_s), MAX_DRAIN_S))))
 
     async def _switch(self, role: str, drain_s: float) -> Ack:
         await self._announcer.update(self.info)

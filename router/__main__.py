@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -45,6 +45,7 @@ from shared.registry import EmbeddedRegistry, FollowedRegistry, RedisRegistry, R
 from shared.rpc import tls
 
 log = logging.getLogger("baton.router")
+HANDSHAKE_S = 10.0  # how long a client may take for a TLS handshake
 Serve = Callable[[ProcessLifetime], Coroutine[Any, Any, int]]
 
 
@@ -192,10 +193,9 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         self.idle = IdleConnections()
         self.listener = listener
-        limits = ConnectionLimits(max_connections)
+        self._limits = ConnectionLimits(max_connections)
         options = uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(HttpConnection, limits=limits, waiting=self.idle)),
             ws="none",
             loop="none",
             lifespan="off",
@@ -210,6 +210,16 @@ class HttpServer(uvicorn.Server):
             options.ssl_certfile, options.ssl_keyfile = certificate.certfile, certificate.keyfile or None
         options.load()
         super().__init__(options)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, with a timeout for TLS handshakes, which uvicorn has no option for."""
+        await super().startup([])
+        connect = partial(HttpConnection, self.config, self.server_state, {}, limits=self._limits, waiting=self.idle)
+        timeout_s, backlog = HANDSHAKE_S if self.config.ssl else None, self.config.backlog
+        listening = asyncio.get_running_loop().create_server(
+            connect, sock=self.listener, ssl=self.config.ssl, ssl_handshake_timeout=timeout_s, backlog=backlog
+        )
+        self.servers = [await listening]
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from shared.lifecycle import TaskGroup, listen
+from shared.limits import MAX_ADAPTERS, MAX_NAME
 from shared.logs import peer_log
 from shared.resolver import NameResolver, Resolver, is_host_and_port
 from shared.rpc import tls
@@ -67,9 +68,11 @@ def check_node(info: NodeInfo) -> None:
         if not 1 <= getattr(info, name) < 2**40:
             raise DecodeError(f"NodeInfo.{name} must be from 1 to 2**40")
     texts = [info.model, info.fingerprint, info.version, info.state, info.shared_pool_owner]
-    texts += [*info.attributes, *info.attributes.values()]
+    texts += [*info.attributes, *info.attributes.values(), *info.adapters.values()]
     if len(info.attributes) > MAX_ATTRIBUTES or max(map(len, texts)) > MAX_TEXT:
         raise DecodeError(f"NodeInfo: at most {MAX_ATTRIBUTES} attributes, and texts of {MAX_TEXT} characters")
+    if len(info.adapters) > MAX_ADAPTERS or max(map(len, info.adapters), default=0) > MAX_NAME:
+        raise DecodeError(f"NodeInfo: at most {MAX_ADAPTERS} adapters, with names of {MAX_NAME} characters")
 
 
 class Registry:

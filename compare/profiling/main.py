@@ -14,6 +14,7 @@ from scipy.optimize import nnls
 
 from compare.arms import ArmSettings, parse_settings
 from compare.endpoint import Endpoint, EndpointError
+from compare.options import check_finite
 from compare.profiling.grid import StepGrid
 from compare.profiling.options import ProfileOptions
 from engine.emulation import VERSION, load_emulation
@@ -36,6 +37,7 @@ Document = dict[str, Any]
 def run_profile(options: ProfileOptions) -> int:
     """Measure steps, or read the records of a running cluster, and write the cost file. Return 0. Raises
     ConfigError."""
+    check_finite(options)
     say = partial(print, flush=True)
     default = ProfileOptions()
     for name in ("model", "set", "cases", "seconds"):

@@ -11,23 +11,24 @@ from router.http.asgi import read_body
 from router.http.generation import ServedModels
 from router.nodes.adapters import AdapterSync
 from shared.errors import RequestError
+from shared.limits import MAX_NAME
 
 BODY_BYTES, BODY_S = 16_384, 10.0
-Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 class LoadAdapterBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    lora_name: Text
-    lora_path: Text
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
 
 
 class UnloadAdapterBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    lora_name: Text
+    lora_name: Name
     lora_int_id: int | None = None  # without effect, as in vLLM
 
 

@@ -246,11 +246,15 @@ class ApiHandlers:
 
     async def one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        await self._check(name)
+        return JSONResponse(self._card(name))
+
+    async def _check(self, name: str) -> None:
+        """Raise RequestError if no model or adapter has this name. Raises UnavailableError if that is not known yet."""
         if name not in self.models.names():
             await self.models.learn_adapters()
         if name not in self.models.names():
             raise unknown_model(name, self.models.names())
-        return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
         model = self.models.of(name).model
@@ -301,8 +305,8 @@ class ApiHandlers:
         if role not in {None, "prefill", "decode"}:
             raise RequestError("`role` must be `prefill` or `decode`.", "role")
         name = request.query_params.get("model")
-        if name is not None and name not in self.models.names():
-            raise unknown_model(name, self.models.names())
+        if name is not None:
+            await self._check(name)
         services = self.models.services if name is None else [self.models.of(name)]
         ready = all(each.dispatcher.ready(role or "") for each in services)
         return JSONResponse({"ready": ready}, 200 if ready else 503)

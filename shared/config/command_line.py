@@ -6,6 +6,7 @@ After wrong usage or an invalid value, the process prints one line on stderr and
 import difflib
 import inspect
 import os
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
@@ -14,7 +15,16 @@ import typer
 import typer.main
 from pydantic.fields import FieldInfo
 
-from shared.config.settings import Settings, flag_of, format_value, hide_password, meaning_of, resolve, variable_of
+from shared.config.settings import (
+    NOT_ZERO,
+    Settings,
+    flag_of,
+    format_value,
+    hide_password,
+    meaning_of,
+    resolve,
+    variable_of,
+)
 from shared.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
@@ -52,6 +62,7 @@ VLLM_FLAGS = {  # vLLM's flags that have another name here, or no equivalent
     "enable-chunked-prefill": "is not needed: prompts are always computed in chunks (--max-num-batched-tokens)",
     **dict.fromkeys(("disable-log-requests", "uvicorn-log-level"), "is named --log-level here"),
 }
+MIN_FILES = 512  # minimum limit of open files; a router keeps 256 of them for everything except clients
 
 # The base class of usage errors. Typer does not export this class of click, and some versions of Typer contain their
 # own copy of click.
@@ -115,6 +126,7 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any], positional: st
             for name in kind.needed:
                 if not getattr(settings, name):
                     raise ConfigError(f"{flag_of(name)} (or {variable_of(name)}) is required")
+            allow_files()
             return run(settings)
         except ConfigError as error:
             print(f"{prog}: {error}", file=sys.stderr)
@@ -133,10 +145,22 @@ def command_of(kind: type[S], prog: str, run: Callable[[S], Any], positional: st
     return command
 
 
+def allow_files() -> None:
+    """Raise the limit of open files to MIN_FILES if it is lower. Raises ConfigError if that is not allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= MIN_FILES:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MIN_FILES, hard))
+    except ValueError:
+        raise ConfigError(f"at most {hard} open files are allowed: allow {MIN_FILES} or more (ulimit -n)") from None
+
+
 def _parameter(name: str, field: FieldInfo, panel: str | None) -> inspect.Parameter:
     """Return the option for a field. The option's value is text, because pydantic parses the values of all sources."""
     is_bool = field.annotation is bool
-    default = ", ".join(filter(None, (format_value(field.get_default(call_default_factory=True)), meaning_of(field))))
+    value = "" if NOT_ZERO in field.metadata else format_value(field.get_default(call_default_factory=True))
+    default = ", ".join(filter(None, (value, meaning_of(field))))
     details = [_type_of(field), f"env var: {variable_of(name)}", default and f"default: {default}"]
     option = typer.Option(
         f"{flag_of(name)}/--no-{flag_of(name)[2:]}" if is_bool else flag_of(name),

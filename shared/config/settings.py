@@ -223,9 +223,18 @@ def _check_cpus(cpus: tuple[int, ...]) -> tuple[int, ...]:
     return cpus
 
 
+def _refuse_zero(value: object) -> object:
+    """Refuse 0 in a flag or a variable, whose values are text: in the code, 0 stands for the default."""
+    if isinstance(value, str) and re.fullmatch(r"\s*(-\d+|[0.]+\D*)", value):
+        raise ValueError("must be at least 1; for the default, leave it out")
+    return value
+
+
+NOT_ZERO = BeforeValidator(_refuse_zero)
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, BeforeValidator(parse_count), Field(ge=1, le=2**20)]
 CountOrNone = Annotated[int, BeforeValidator(parse_count), Field(ge=0, le=2**31 - 1)]
+CountOrDefault = Annotated[CountOrNone, NOT_ZERO]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Milliseconds = Annotated[float, Field(ge=0, le=3_600_000)]
 Policy = Literal[
@@ -286,7 +295,7 @@ class CommonSettings(Settings):
 
     model: str = setting("", "Model: a directory, or a hub id such as Qwen/Qwen3-0.6B.")
     served_model_name: str = setting("", "Model name in the API.", "the hub id, or the name of the model directory")
-    max_model_len: CountOrNone = setting(
+    max_model_len: CountOrDefault = setting(
         0,
         "Maximum tokens of a prompt and its completion together; 16k is 16,000, 16K is 16,384.",
         "the limit of the model",
@@ -361,7 +370,7 @@ class ServingSettings(CommonSettings):
         30.0,
         "Maximum seconds in the admission queue. Requests that wait longer, or probably will, are rejected.",
     )
-    max_queued_tokens: CountOrNone = setting(
+    max_queued_tokens: CountOrDefault = setting(
         0, "Maximum tokens in the admission queue.", "4 times the KV capacity of the nodes, at least 262,144"
     )
     api_keys_file: str = setting(
@@ -452,17 +461,21 @@ class ComputingSettings(CommonSettings):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
         0.9, "Fraction of GPU memory that the node uses, including weights."
     )
-    kv_cache_memory: Size = setting(
+    kv_cache_memory: Annotated[Size, NOT_ZERO] = setting(
         0, "Memory for KV blocks, in bytes or as in 4GiB or 2GB.", "512MiB on the CPU, the free memory on a GPU"
     )
-    num_blocks: CountOrNone = setting(
+    num_blocks: CountOrDefault = setting(
         0,
         "Number of rows in the KV pool: one per block, except for models with sliding windows.",
         "as many as fit into --kv-cache-memory",
     )
-    block_size: Annotated[int, Field(ge=0, le=1024)] = setting(0, "Tokens per KV block.", "16 on the CPU, 64 on a GPU")
+    block_size: Annotated[int, Field(ge=0, le=1024), NOT_ZERO] = setting(
+        0, "Tokens per KV block.", "16 on the CPU, 64 on a GPU"
+    )
     max_num_batched_tokens: Count = setting(512, "Maximum tokens computed in one step.")
-    max_num_seqs: CountOrNone = setting(0, "Maximum requests that run at the same time.", "64 on the CPU, 256 on a GPU")
+    max_num_seqs: CountOrDefault = setting(
+        0, "Maximum requests that run at the same time.", "64 on the CPU, 256 on a GPU"
+    )
     long_prefill_token_threshold: CountOrNone = setting(
         0, "Maximum tokens of one prompt in a step.", "--max-num-batched-tokens"
     )

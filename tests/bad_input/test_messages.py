@@ -232,6 +232,9 @@ WRONG_NODES: list[tuple[dict[str, Any], str]] = [
     ({"attributes": {str(number): "" for number in range(65)}}, "at most 64 attributes"),
     ({"attributes": {"x": "y" * 1025}}, "texts of 1024"),
     ({"fingerprint": "y" * 1025}, "texts of 1024"),
+    ({"adapters": {str(number): "" for number in range(1025)}}, "at most 1024 adapters"),
+    ({"adapters": {"x" * 1025: "y"}}, "names of 1024"),
+    ({"adapters": {"x": "y" * 1025}}, "texts of 1024"),
 ]  # fmt: skip
 
 

@@ -150,6 +150,7 @@ def test_the_model_of_a_cluster_is_a_flag_or_an_argument(argv: list[str], capsys
         (["serve", "/nowhere"], "baton serve: --model: model '/nowhere' is neither a directory nor a hub id"),
         (["up", "/nowhere", "--model", "x"], "baton up: --model x: '/nowhere' is given too; give one"),
         (["up", "--prefill", "-1"], "baton up: --prefill '-1': must be greater than or equal to 0"),
+        (["up", "--decode", "0"], "baton up: --decode '0': must be at least 1"),
         (["router"], "baton router: --model (or BATON_MODEL) is required"),
         (
             ["prefill", "--kv-channel", "x"],
@@ -157,6 +158,7 @@ def test_the_model_of_a_cluster_is_a_flag_or_an_argument(argv: list[str], capsys
         ),
         (["decode", "--registry", "x"], "baton decode: --registry 'x': must be host:port"),
         (["chat", "--temperature", "9"], "baton chat: "),
+        (["ray", "down", "--drain-timeout-s", "inf"], "baton ray down: "),
         (["status", "surplus"], "baton status: "),
     ],
 )
@@ -224,6 +226,13 @@ def test_an_unexpected_answer_prints_one_line_and_exits_with_1(
     assert err.startswith(f"baton {command[0]}: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+def test_https_in_the_url_of_a_server_without_it_is_reported(
+    serve: Callable[[Answering], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--url", serve(lambda *_: (200, b"{}")).replace("http:", "https:")]) == 1
+    assert "the server does not use HTTPS: write http:// in the URL" in capsys.readouterr().err
 
 
 def test_a_status_without_values_is_shown() -> None:

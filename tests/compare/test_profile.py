@@ -86,6 +86,7 @@ def test_a_model_that_mixes_windows_with_full_attention_is_profiled(tmp_path: Pa
         (["--model", "./nowhere"], "nowhere"),
         (["--from", "http://127.0.0.1:9", "--model", TINY], "--model and --from: give only one of them"),
         (["--from", "http://127.0.0.1:9", "--set", "threads=2"], "--set and --from: give only one of them"),
+        (["--seconds", "inf"], "--seconds inf: must be a number of at most 1e+09"),
         (["--from", "http://127.0.0.1:9", "--seconds", "1"], "--seconds and --from: give only one of them"),
         (["--out", "demo"], "--out demo: is a directory; give a file"),
         (["--model", "demo/hybrid"], "--model: models with recurrent layers are not profiled"),

@@ -48,10 +48,11 @@ class RayCluster:
         baton = str(Path(sys.executable).with_name("baton"))
         return subprocess.run([baton, "ray", *words], env=self.environment, check=False, capture_output=True, text=True)
 
-    def up(self, *flags: str) -> None:
+    def up(self, *flags: str) -> str:
         ports = ("--port", str(self.port), "--registry-port", str(self.port + 1))
         done = self.command("up", "--routers", "2", *ports, *flags)
         assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def pids(self) -> dict[str, int]:
         """Return the process id of each running part."""
@@ -128,7 +129,7 @@ def test_the_loss_of_an_actor_a_host_and_a_router_loses_only_streams_of_that_rou
 def test_a_process_with_invalid_settings_is_not_started_again_until_the_next_up(hosts: RayCluster) -> None:
     hosts.environment["BATON_KV_DIRECTORY"] = "/proc/none"  # nodes refuse this value, and routers accept it
     try:
-        hosts.up()
+        assert "serving" not in hosts.up()
         wait_for(lambda: "ended with status 2" in hosts.command("status").stdout, "a node ends")
     finally:
         del hosts.environment["BATON_KV_DIRECTORY"]

@@ -4,6 +4,7 @@ tests/shared/test_kv_channels.py tests the behavior that all channels have in co
 """
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import inspect
@@ -11,6 +12,7 @@ import os
 import secrets
 import socket
 import stat
+import threading
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -322,6 +324,30 @@ async def test_a_device_has_one_shared_pool_and_a_killed_owner_is_replaced(row_b
         await next_inner.close()
         next_memory.close()
     memory.close()
+
+
+async def test_only_one_of_two_nodes_that_start_at_once_shares_its_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, inner, _ = await share(tmp_path)
+    await inner.close()  # the descriptor file remains, as after a kill
+    memory.close()
+    both, is_live = threading.Barrier(2), ShmChannel.is_live
+
+    def waits_for_the_other(self: ShmChannel, peer: PeerDescriptor) -> bool:
+        found = is_live(self, peer)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1.0)
+        return found
+
+    monkeypatch.setattr(ShmChannel, "is_live", waits_for_the_other)
+    starts = [asyncio.to_thread(asyncio.run, share(tmp_path)) for _ in range(2)]
+    found = await asyncio.gather(*starts, return_exceptions=True)
+    (own,) = (each for each in found if not isinstance(each, BaseException))
+    (error,) = (each for each in found if isinstance(each, BaseException))
+    assert "the pool of another decode node" in str(error)
+    await own[2].close()
+    own[0].close()
 
 
 def test_a_directory_in_which_others_can_write_is_rejected(tmp_path: Path) -> None:

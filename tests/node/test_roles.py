@@ -1,6 +1,7 @@
 """Test how a single node answers while it changes its role, and afterwards."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -112,6 +113,12 @@ async def test_an_unknown_role_is_refused(role: str) -> None:
         answer = await here.set_role(role)
         assert answer.error == f"unknown role {role!r}: use prefill or decode"
         assert here.announcer.infos == []
+
+
+async def test_a_drain_of_nan_seconds_ends() -> None:
+    async with stage() as here:
+        await here.submit_endless()
+        assert await asyncio.wait_for(here.set_role("decode", math.nan), 10.0) == Ack()
 
 
 async def test_a_node_that_ends_while_it_drains_does_not_rejoin() -> None:

@@ -441,10 +441,10 @@ async def test_a_name_is_unknown_only_when_the_adapters_are_known(client, dispat
         assert (await client.post("/v1/completions", json={"model": name, "prompt": "x"})).status_code == status
     dispatcher.known_adapters, dispatcher.new_adapters = {}, {"poems": "digest"}
     assert (await client.post("/v1/completions", json={"model": "poems", "prompt": "x"})).status_code == 200
-    dispatcher.known_adapters, dispatcher.new_adapters = {}, {"songs": "digest"}
-    assert [(await client.get(f"/v1/models/{name}")).status_code for name in ("songs", "verses")] == [200, 404]
-    for path in ("/v1/models/verses", "/ready?model=verses"):
-        message = error_of(await client.get(path))["message"]
+    for path in ("/v1/models/", "/ready?model="):
+        dispatcher.known_adapters, dispatcher.new_adapters = {}, {"songs": "digest"}
+        assert [(await client.get(path + name)).status_code for name in ("songs", "verses")] == [200, 404]
+        message = error_of(await client.get(path + "verses"))["message"]
         assert message == "The model `verses` does not exist; served: `tiny`, `songs`."
 
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives import serialization
 
+from cluster.cli import main
 from cluster.secret import new_pem
 from router.__main__ import HttpServer, listen
 from router.http import certificate as certificates
@@ -54,6 +55,7 @@ def write(path: Path, content: bytes) -> None:
 async def port(pem: Path, byte_level: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     """Serve HTTPS on loopback, and provide the port. The certificate is followed as in the router."""
     monkeypatch.setattr(certificates, "LOOK_S", 0.1)
+    monkeypatch.setattr("router.__main__.HANDSHAKE_S", 5.0)
     dispatcher = ScriptedDispatcher(lambda _, __: [5, 6, 7, 2])
     certificate = Certificate(str(pem), "")
     (listener,) = listen("127.0.0.1", 0, "--port")
@@ -104,6 +106,23 @@ async def test_a_refused_body_gets_its_error_and_the_connection_ends(port: int, 
             while await reader.read(1 << 16):
                 writer.write(b" " * 1000)
     writer.close()
+
+
+async def test_a_client_that_does_not_begin_its_handshake_is_disconnected(
+    port: int,
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(40):  # asyncio's own limit is 60 s
+        with contextlib.suppress(OSError):
+            assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_command_with_http_in_its_url_is_advised_to_use_https(
+    port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await asyncio.to_thread(main, ["status", "--url", f"http://127.0.0.1:{port}"]) == 1
+    assert "if the server uses HTTPS, write https:// in the URL" in capsys.readouterr().err
 
 
 async def test_a_certificate_is_renewed_without_a_restart(

@@ -100,7 +100,8 @@ BAD_FOR_ROUTER = [
     ("log_level", "loud", "must be 'debug', 'info', 'warning' or 'error'"),
 ]
 BAD_FOR_NODES = [
-    ("block_size", "-1", "must be greater than or equal to 0"),
+    *[("block_size", value, "must be at least 1; for the default, leave it out") for value in ("-1", "0")],
+    *[(name, "0", "must be at least 1") for name in ("max_model_len", "num_blocks", "max_num_seqs", "kv_cache_memory")],
     *[("kv_cache_memory", value, SIZE) for value in ("lots", "2G", "-1GiB", "9" * 40)],
     ("kv_cache_memory", "0.0001kB", "whole bytes"),
     ("device", "gpu", "auto, cpu, cuda or cuda:N"),
@@ -161,6 +162,14 @@ def test_an_error_names_the_bad_variable(capsys: pytest.CaptureFixture[str], mon
 )
 def test_wrong_usage_exits_with_2_and_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert words in refusal(capsys, lambda: settings_from_command_line(NodeSettings, argv, "prog"))
+
+
+def test_a_low_limit_of_open_files_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (20, 64))
+    line = refusal(capsys, lambda: settings_from_command_line(RouterSettings, ["--model", "m"], "prog"))
+    assert line == "prog: at most 64 open files are allowed: allow 512 or more (ulimit -n)\n"
 
 
 def test_the_command_line_gives_typed_settings() -> None:
@@ -249,7 +258,7 @@ def test_help_names_every_setting_with_its_default(
         assert field.description in words
         assert f"[env var: BATON_{name.upper()}]" in words
     assert "[default: default]" in words
-    assert "[default: 0, the limit of the model]" in words
+    assert "[default: the limit of the model]" in words
 
 
 def test_keys_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:

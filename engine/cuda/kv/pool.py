@@ -8,8 +8,8 @@ channel `shm` or `cuda_ipc` open until the client ends. The channel `pool` is no
 
 import asyncio
 import contextlib
+import fcntl
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -47,11 +47,16 @@ class PoolOwner:
         """Write the descriptor to `path`. Raises OSError if `path` belongs to another running decode node."""
         self._inner = inner
         self._path = path
-        if _is_live(inner, path):
-            raise OSError(f"{path}: the pool of another decode node; only one node per device can share its pool")
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_bytes(inner.descriptor())
-        written.replace(path)
+        with path.with_suffix(".lock").open("w") as lock:  # until it is closed, no other process passes this check
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_live(inner, path):
+                raise OSError(
+                    f"--kv-channel pool: {path} is the pool of another decode node; only one node per device can share "
+                    "its pool"
+                )
+            written = path.with_suffix(".new")
+            written.write_bytes(inner.descriptor())
+            written.replace(path)
 
     def descriptor(self) -> bytes:
         return self._inner.descriptor()

@@ -30,6 +30,7 @@ WORD_BITS = 32
 # a grammar together exceed this time by MAX_EXCESS_S, the grammar's requests fail, because they delay other requests.
 # The excess falls by FORGIVEN_S per second. Later requests with this grammar may therefore succeed.
 ROW_S, MAX_EXCESS_S, FORGIVEN_S = 0.002, 2.0, 0.02
+LEXER_IS_FULL = "too many states"  # part of an error of llguidance
 # For each value of a byte of a mask, the limits (inf or -inf) on the logits of the byte's 8 tokens, float32 [256, 8].
 LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 LIMITS = LIMITS.astype(np.float32)
@@ -40,8 +41,14 @@ class TokenMatcher:
 
     def __init__(self, tokenizer: GrammarTokenizer, grammar: str) -> None:
         """Compile the grammar. Raises ValueError if it does not compile."""
-        self.matcher: LLMatcher = tokenizer.matcher(grammar)
-        self.num_words, self.end_token, self.grammar = tokenizer.num_words, tokenizer.end_token, grammar
+        self.grammar, self._tokenizer = grammar, tokenizer
+        self.restart()
+        self.num_words, self.end_token = tokenizer.num_words, tokenizer.end_token
+
+    def restart(self) -> None:
+        """Return to the state before the first token. If the lexer that the matcher shared with other requests has
+        reached its limit of states, use a new lexer."""
+        self.matcher: LLMatcher = self._tokenizer.matcher(self.grammar)
         self._seen: list[int] = []
 
     def advance(self, generated: Sequence[int]) -> bool:
@@ -60,6 +67,20 @@ class TokenMatcher:
         count = self.matcher.try_consume_tokens(new) if new else 0
         seen += new[:count]
         return count == len(new)
+
+    def fill(self, words: IntArray, index: int, generated: Sequence[int]) -> bool:
+        """Set the bits of the tokens that may follow `generated` in row `index` of `words`. Return False, without
+        changing the row, if the grammar forbids one of the tokens in `generated`."""
+        for number in range(3):  # the lexer of the first new copy may also be almost full
+            if number:
+                self.restart()
+            if is_allowed := self.advance(generated):
+                fill_next_token_bitmask(self.matcher, words, index)
+            else:
+                self.matcher.compute_bitmask()  # a full lexer forbids all tokens, and reports the error only here
+            if LEXER_IS_FULL not in self.matcher.get_error():
+                break
+        return is_allowed
 
 
 class MaskedRow(Protocol):
@@ -154,9 +175,7 @@ class MaskFiller:
             if self._excess_s.get(matcher.grammar, 0.0) > MAX_EXCESS_S:
                 continue  # the mask allows no token
             began_s = thread_time()
-            is_allowed = matcher.advance(row.tokens[row.num_prompt : row.position])
-            if is_allowed:
-                fill_next_token_bitmask(matcher.matcher, words, index)
+            is_allowed = matcher.fill(words, index, row.tokens[row.num_prompt : row.position])
             excess_s = self._excess_s.get(matcher.grammar, 0.0) + thread_time() - began_s - ROW_S
             self._excess_s[matcher.grammar] = max(0.0, excess_s)
             if excess_s > MAX_EXCESS_S:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine.engine import INTERNAL, Engine
@@ -19,6 +18,7 @@ from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler
 from shared import failpoints
 from shared.clock import now_ns
+from shared.fair_threads import FairThreads
 from shared.grammar import GrammarTokenizer
 from shared.logs import fields
 from shared.rpc.messages import Media, SubmitRequest, TokenDelta, unpack_ids
@@ -101,7 +101,7 @@ class ActiveRequests:
         pool_tokens = state.info.num_blocks * state.info.block_tokens
         self._max_tokens = rules.max_tokens or max(MAX_TOKENS, MAX_POOLS * pool_tokens)
         self._loop = asyncio.get_running_loop()
-        self._compiler = ThreadPoolExecutor(1, "grammar")
+        self._compiler = FairThreads(1, "grammar")
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -167,7 +167,7 @@ class ActiveRequests:
         )
         if submit.media:
             self._add_images(request, submit.media)
-        matcher = self._compile(submit.grammar)
+        matcher = self._compile(submit)
         self._entries[request.id] = ActiveRequest(request, router, num_tokens, abort_handoff, matcher)
         self.num_tokens += num_tokens
         try:
@@ -196,11 +196,12 @@ class ActiveRequests:
                 f"this node has {len(self._entries)} requests with {self.num_tokens} tokens in total: no more fit"
             )
 
-    def _compile(self, grammar: str) -> "asyncio.Future[TokenMatcher] | None":
+    def _compile(self, submit: SubmitRequest) -> "asyncio.Future[TokenMatcher] | None":
         """Begin to compile the grammar, if any, on another thread. A large grammar can take a second."""
-        if not grammar or self._rules.grammars is None:
+        if not submit.grammar or self._rules.grammars is None:
             return None
-        return self._loop.run_in_executor(self._compiler, TokenMatcher, self._rules.grammars, grammar)
+        compiling = self._compiler.submit(submit.tenant, TokenMatcher, self._rules.grammars, submit.grammar)
+        return asyncio.wrap_future(compiling, loop=self._loop)
 
     def enqueue(self, request: Request) -> None:
         """Give a registered request to the engine, once its grammar is compiled."""

@@ -30,6 +30,8 @@ TIMEOUT_S = 5.0  # timeout of a Redis command; a shorter timeout would make requ
 RETENTION_S = 30 * 24 * 3600  # as in OpenAI's API
 MAX_BYTES = 256 << 20  # size limit of MemoryStore; if it is exceeded, the store drops finished responses
 UNREAD_S = 5.0  # MemoryStore keeps a response for this time after its end, so that its client can read it
+PAGE = 256  # number of entries that RedisStore reads and decodes at once; other requests run in between
+SEARCH_S = 0.5  # how often MemoryStore searches while it is too large; with many responses, a search takes milliseconds
 POLL_S = 0.05  # time between a router's reads of a log for its client, if another router generates the response
 CANCELLED = "cancelled"  # the error in the last delta of a response that was cancelled
 
@@ -104,6 +106,7 @@ class MemoryStore(ResponsesStore):
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._size = 0
+        self._next_search = 0.0  # when to search again for responses to drop, after a search that did not find enough
 
     async def create(self, response: StoredResponse, owner: str) -> None:
         self._grow(0)
@@ -159,9 +162,9 @@ class MemoryStore(ResponsesStore):
 
     def _grow(self, size: int) -> None:
         self._size += size
-        if self._size <= MAX_BYTES:
+        if self._size <= MAX_BYTES or (now := self._clock()) < self._next_search:
             return
-        last, sizes = self._clock() - UNREAD_S, Counter[str]()
+        last, sizes = now - UNREAD_S, Counter[str]()
         for entry in self._entries.values():
             sizes[entry.response.tenant] += entry.size
         ended = [name for name, entry in self._entries.items() if not entry.owner and entry.ended_at < last]
@@ -169,6 +172,7 @@ class MemoryStore(ResponsesStore):
             self._size -= self._entries.pop(name).size
             if self._size <= MAX_BYTES - MAX_BYTES // 64:  # so that the next deltas need not search again
                 return
+        self._next_search = now + SEARCH_S
 
 
 # Scripts in Lua, which Redis runs atomically.
@@ -263,7 +267,13 @@ class RedisStore(ResponsesStore):
 
     @_command
     async def read(self, response_id: str, start: int) -> list[TokenDelta]:
-        return [decode(data, TokenDelta) for data in await self._client.lrange(self._log(response_id), start, -1)]
+        found: list[TokenDelta] = []
+        while True:
+            first = start + len(found)
+            page = await self._client.lrange(self._log(response_id), first, first + PAGE - 1)
+            found += [decode(data, TokenDelta) for data in page]
+            if len(page) < PAGE:
+                return found
 
     @_command
     async def append(self, response_id: str, owner: str, position: int, delta: TokenDelta, *, ends: bool) -> bool:

@@ -99,7 +99,12 @@ class GrammarTokenizer:
 
         Raises ValueError if the grammar does not compile, or if the model's tokenizer cannot be read.
         """
-        return self._compiled(grammar).deep_copy()
+        matcher = self._compiled(grammar).deep_copy()
+        matcher.compute_bitmask()
+        if matcher.is_error():  # the copies share a lexer, and the others have reached its limit of states
+            self._compiled.cache_clear()
+            matcher = self._compiled(grammar).deep_copy()
+        return matcher
 
     def _compile(self, grammar: str) -> LLMatcher:
         with self._lock:
@@ -108,7 +113,8 @@ class GrammarTokenizer:
             except Exception as error:  # the library raises plain Exception
                 raise ValueError(f"{self._file}: {str(error)[:MAX_ERROR]}") from error
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # builds the lexer's first states: may take seconds, and must not delay a step
         if matcher.is_error():
             raise ValueError(f"the grammar does not compile: {one_line(matcher.get_error())}")
-        matcher.compute_bitmask()  # builds the lexer's first states: this may take seconds, and must not delay a step
         return matcher

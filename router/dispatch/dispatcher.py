@@ -340,6 +340,7 @@ class Dispatcher:
             media=[
                 replace(one, encoder=self._pool.encoder_address(prefill or decode, one.digest)) for one in request.media
             ],
+            tenant=request.tenant,
         )
         failpoints.reach("router.placed", attempt.id)
         if prefill is None:

@@ -29,6 +29,7 @@ from shared.rpc.messages import SamplingParams, pack_ids
 
 MAX_INPUTS = 2048  # as in OpenAI's API
 AT_ONCE, AT_ONCE_TOKENS = 64, 65_536  # how many prompts and tokens of one HTTP request are computed at once
+PAIRS_AT_ONCE = 16  # how many pairs a thread encodes in one turn
 MORE_BYTES = 32 << 20
 # All pooling requests use this body, because the classes for generation need a body with the parameters of generation.
 # `max_tokens` must be at least 1, but the client gets no token.
@@ -215,22 +216,26 @@ class PoolingApi:
     async def _paired(self, pairs: list[tuple[str, str]], body: PairBody, tenant: str) -> list[list[int]]:
         """Return a reranker's prompt for each pair of a query and a document. Its chat template takes messages with the
         roles `query` and `document`."""
+        tokenizer, room = self._generation.tokenizer, self._generation.model.max_model_len - 1
 
         def encoded(query: str, document: str) -> list[int]:
+            if (least := tokenizer.least_tokens(query) + tokenizer.least_tokens(document)) > room:
+                raise self._too_long(f"at least {least}", "documents")
             messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
             if body.instruction is not None:
                 messages.insert(0, {"role": "system", "content": body.instruction})
-            return self._generation.tokenizer.encode_chat(
+            ids = tokenizer.encode_chat(
                 messages, add_generation_prompt=self._rule.prompts, arguments=body.chat_template_kwargs
             )
+            return self._fitting(ids, "documents")
 
         def encoded_all(some: list[tuple[str, str]]) -> list[list[int]]:
             return [encoded(*pair) for pair in some]
 
         rows: list[list[int]] = []
-        for first in range(0, len(pairs), AT_ONCE):
-            rows += await run_in_thread(tenant, encoded_all, pairs[first : first + AT_ONCE])
-        return [self._fitting(ids, "documents") for ids in rows]
+        for first in range(0, len(pairs), PAIRS_AT_ONCE):
+            rows += await run_in_thread(tenant, encoded_all, pairs[first : first + PAIRS_AT_ONCE])
+        return rows
 
     async def _encoded(
         self, text: Any, body: PoolingBody, param: str, tenant: str, add_special_tokens: bool = True

@@ -5,7 +5,9 @@ item of `input` becomes a message or a part of a message: consecutive reasoning,
 one message.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -285,8 +287,9 @@ class ResponsesBody(GenerateBody):
 
     def to_chat(self, context: Sequence[Item], begin: int = 0) -> ChatBody:
         """Return the chat that generates this response. `context` has the items of the conversation so far. The first
-        `begin` items are left out, unless they are instructions. Raises RequestError if a tool result has no call, or
-        if a field is invalid."""
+        `begin` items are left out, unless they are instructions. If the truncation is "auto", further turns may be left
+        out, so that the chat has at most MAX_MESSAGES messages. Raises RequestError if a tool result has no call, or if
+        a field is invalid."""
         fields = {name: getattr(self, name) for name in self.model_fields_set & GenerateBody.model_fields.keys()}
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.tools]
@@ -299,6 +302,8 @@ class ResponsesBody(GenerateBody):
             choice = NamedChoice(type="function", function=FunctionChoice(name=choice.name))
         _check_outputs(self.items, {item.call_id for item in context if isinstance(item, CallItem)})
         items = [*context, *self.items]
+        if self.truncation == "auto" and len(items) >= MAX_MESSAGES:
+            begin = max(begin, _begin_of_last(MAX_MESSAGES - len(system), items))
         items = [*filter(_is_instruction, items[:begin]), *items[begin:]]
         return validated(
             ChatBody,
@@ -332,6 +337,15 @@ def items_to_json(items: Sequence[Item]) -> bytes:
 def turns_of(items: Sequence[Item]) -> list[int]:
     """Return the index of the first item of each turn of a conversation. A turn begins with a message of the user."""
     return [index for index, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
+
+
+def _begin_of_last(count: int, items: Sequence[Item]) -> int:
+    """Return the index of the first of the last turns that have at most `count` messages together with all instructions
+    of the conversation. At least the last turn is included."""
+    turns = [0, *turns_of(items)[1:]]
+    sizes = [len(messages_of(items[begin:end])) for begin, end in pairwise([*turns, len(items)])]
+    fitting = bisect_right(list(accumulate(reversed(sizes))), count - sum(map(_is_instruction, items)))
+    return turns[-max(1, fitting)]
 
 
 def _is_instruction(item: Item) -> bool:

@@ -35,6 +35,7 @@ Result = TypeVar("Result")
 # If the store does not answer, a call is repeated every STORE_PAUSE_S seconds, for up to STORE_PATIENCE_S seconds.
 STORE_PAUSE_S, STORE_PATIENCE_S = 0.2, 60.0
 TAKEN_AT_ONCE = 16  # maximum number of responses that are taken over at once
+REPLAYED_AT_ONCE = 16  # number of entries of a log that the event loop processes without a pause
 
 
 @dataclass(slots=True)
@@ -231,9 +232,11 @@ class ResponseRuns:
                 found, is_deleted = [], False
             if is_deleted:
                 return
-            for delta in found:
+            for number, delta in enumerate(found, 1):
                 yield events + replay.add(delta)
                 events = []
+                if number % REPLAYED_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # let other requests run while a long log is replayed
             num_read += len(found)
             if not found:
                 with suppress(TimeoutError):
@@ -266,8 +269,10 @@ class ResponseRuns:
         chat = chat_of(run.stored)
         generation = self._models.of(chat.model)
         output = generation.output(chat, request.id, [request], time.monotonic())
-        for delta in run.known:
+        for number, delta in enumerate(run.known, 1):
             output.choices[0].process(delta)
+            if number % REPLAYED_AT_ONCE == 0:
+                await asyncio.sleep(0)
         position = len(run.known)
         try:
             async with generation.deltas(output) as deltas:

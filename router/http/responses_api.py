@@ -171,7 +171,7 @@ class ResponsesApi:
             )
         runs, stored = await self._stored(request)
         if stream == "false":
-            return JSONResponse(await runs.snapshot(stored))
+            return await _snapshot(runs, stored)
         return StreamingResponse(_events_after(runs, stored, int(after)), headers=STREAM_HEADERS)
 
     async def delete(self, request: Request) -> Response:
@@ -187,7 +187,7 @@ class ResponsesApi:
         if not body_of(stored).background:
             raise RequestError("Only a response with `background` can be cancelled.", "id")
         await runs.cancel(stored.id)
-        return JSONResponse(await runs.snapshot(stored))
+        return await _snapshot(runs, stored)
 
     async def input_items(self, request: Request) -> Response:
         """Handle GET /v1/responses/{id}/input_items."""
@@ -261,6 +261,12 @@ async def _reply_with(response: dict[str, Any], body: ResponsesBody, reply: Resp
         await reply.encoded_json(text.encode())
     else:
         await reply.json(response)
+
+
+async def _snapshot(runs: ResponseRuns, stored: StoredResponse) -> Response:
+    """Return the response so far. It may have the logprobs of a long text, so it is encoded on a thread."""
+    text = await THREADS.run(stored.tenant, dump_in_parts, await runs.snapshot(stored))
+    return Response(text, media_type="application/json")
 
 
 async def _events_after(runs: ResponseRuns, stored: StoredResponse, number: int) -> AsyncIterator[bytes]:

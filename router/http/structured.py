@@ -6,6 +6,7 @@ A constraint is enforced exactly, or refused with the reason. It is never looser
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 UNKNOWN_KEYWORDS = re.compile(r'Unimplemented keys: \["([^"]*)"')
 DATA = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
 NAMING = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")  # objects of named schemas
+DECODER = json.JSONDecoder()
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 Schema = dict[str, Any]
@@ -51,6 +53,10 @@ class Constraint:
 
         This method blocks, so callers run it on the checker's thread.
         """
+        for start in re.finditer(r"%json\s*", self.text if self.is_source else ""):
+            with suppress(ValueError, RecursionError):  # if no JSON follows, the checker refuses the grammar
+                schema, _ = DECODER.raw_decode(self.text, start.end())
+                schema_constraint(schema if isinstance(schema, dict) else {}, self.param)
         try:
             return checker.check(self.text if self.tags is None else self.tags.grammar(tokenizer), self.is_source)
         except GrammarError as error:
@@ -160,13 +166,15 @@ def _of_tags(value: dict[str, Any], param: str) -> Constraint:
 def schema_constraint(schema: Schema, param: str, **options: Any) -> Constraint:
     """Return the constraint for JSON that matches the schema. Raises RequestError if the schema is too large."""
     _check_depth(schema, param)
-    _check_size(len(json.dumps(schema, ensure_ascii=False).encode()), param)
-    if place := next((path for path, each in _objects(schema) if "$ref" in each and "$id" in each), None):
+    text = json.dumps(schema, ensure_ascii=False)
+    _check_size(len(text.encode()), param)
+    objects = list(_objects(schema, walks_all='"$ref"' in text))  # a `$ref` may refer to any object, even to data
+    if place := next((path for path, each in objects if isinstance(each.get("$ref"), str) and "$id" in each), None):
         text = f"`{param}`: `$ref` next to `$id` cannot be enforced (in {place}): drafts give it different meanings."
         raise RequestError(text, param, "invalid_grammar")
-    for path, each in _objects(schema):
-        least, named = each.get("minProperties"), each.get("required")
-        if isinstance(least, int) and least > 1 + len(named if isinstance(named, list) else ()):
+    for path, each in objects:
+        least = each.get("minProperties")
+        if isinstance(least, int) and least > 1 + len(_required(each)):
             text = f"`{param}`: `minProperties` cannot be enforced{path and f' (in {path})'}: a name may be repeated."
             raise RequestError(f"{text} List the names in `required`.", param, "invalid_grammar")
     return Constraint(param, json_grammar(schema, **options), schema=schema)
@@ -201,13 +209,21 @@ def _closed(value: Any) -> Any:
     return {key: _closed(each) for key, each in value.items()} | ({"additionalProperties": False} if closes else {})
 
 
-def _objects(value: Any, path: str = "", *, has_names: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def _required(schema: Schema) -> set[str]:
+    """Return the names of the properties that the schema and its `allOf` require."""
+    named, parts = (given if isinstance(given, list) else [] for given in map(schema.get, ("required", "allOf")))
+    return set(map(str, named)).union(*(_required(part) for part in parts if isinstance(part, dict)))
+
+
+def _objects(
+    value: Any, path: str = "", *, has_names: bool = False, walks_all: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the schemas in a schema with their paths, such as `properties.tags`. The root's path is "". If `has_names`,
-    `value` maps names to schemas."""
-    if isinstance(value, dict) and not has_names:
+    `value` maps names to schemas. If `walks_all`, yield all other objects too."""
+    if isinstance(value, dict) and (walks_all or not has_names):
         yield path, value
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
     for name, inner in items:
-        if isinstance(inner, dict | list) and (has_names or name not in DATA):
-            names_schemas = name in NAMING and not has_names
-            yield from _objects(inner, f"{path}.{name}" if path else str(name), has_names=names_schemas)
+        if isinstance(inner, dict | list) and (walks_all or has_names or name not in DATA):
+            names_schemas, inner_path = name in NAMING and not has_names, f"{path}.{name}" if path else str(name)
+            yield from _objects(inner, inner_path, has_names=names_schemas, walks_all=walks_all)

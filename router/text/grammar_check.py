@@ -20,8 +20,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.fair_threads import FairThreads
 from router.text.child_process import ChildProcess, limit_process, questions, reply
+from shared.fair_threads import FairThreads
 from shared.grammar import LIMITS, lark_grammar, one_line
 
 CHECK_S = 4.0  # CPU time limit for one grammar, after which the child is killed

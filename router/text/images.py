@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from router.fair_threads import FairThreads
 from router.text.child_process import ChildProcess, limit_process, questions, reply
 from shared.errors import RequestError
+from shared.fair_threads import FairThreads
 from shared.images import ImageRules
 from shared.limits import MAX_IMAGE_BYTES
 from shared.rpc.messages import Media

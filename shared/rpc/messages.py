@@ -105,6 +105,7 @@ class SubmitRequest:
     speculative: bool = True  # False: a node with speculative decoding guesses no tokens for this request
     adapter: str = ""  # digest of a LoRA adapter; "": the model itself
     media: list[Media] = field(default_factory=list)  # images of the prompt, in order
+    tenant: str = ""  # owner of the request's API key
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.models.decoder import Decoder
 from engine.runner import leads
@@ -124,6 +124,24 @@ def test_a_grammar_whose_masks_take_too_long_fails(num_threads: int, monkeypatch
     masks = filler.start([row_of(matcher_of(ambiguous), [])])()
     assert masks is not None
     assert allowed_by(masks)[0] == set(ids_of("a"))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_request_does_not_fail_when_others_have_filled_its_lexer(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests with one grammar share a lexer, which has a limited number of states."""
+    monkeypatch.setattr("shared.grammar.LIMITS", LLParserLimits(max_lexer_states=500, verbose_errors=False))
+    filler, pick, grammar = MaskFiller(num_threads), Random(1), lark_grammar("start: /[ab]*a[ab]{14}c/")
+    early = row_of(matcher_of(grammar), [])
+    for _ in range(40):
+        late = row_of(matcher_of(grammar), [])
+        for row in [late] * 20 + [early]:
+            masks = filler.start([row])()
+            assert masks is not None
+            assert allowed_by(masks)[0] >= {*ids_of("a"), *ids_of("b")}
+            row.tokens = [*row.tokens, ids_of(pick.choice("ab"))[0]]
+            row.position += 1
 
 
 def test_a_stop_token_is_allowed_exactly_where_the_text_is_complete() -> None:

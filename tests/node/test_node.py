@@ -162,7 +162,8 @@ async def test_grammars_are_compiled_before_the_engine_gets_their_requests(tmp_p
         await here.empty()
 
 
-async def test_grammars_of_aborted_requests_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grammars_are_compiled_for_tenants_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars of aborted requests are not compiled."""
     tokenizer_of().save(str(tmp_path / "tokenizer.json"))
     compiled, gate = list[str](), threading.Event()
 
@@ -175,13 +176,14 @@ async def test_grammars_of_aborted_requests_are_not_compiled(tmp_path: Path, mon
     here = large_node(rules=RequestRules(VOCABULARY, grammars=GrammarTokenizer(tmp_path, VOCABULARY)))
     async with attached(here) as line:
         for number in range(20):
-            line.submit(submission(str(number), grammar=str(number)))
-        assert await wait_until(lambda: bool(compiled) and len(here.node.requests) == 20, 60.0)
-        line.abort(*(str(number) for number in range(19)))
-        assert await wait_until(lambda: len(here.node.requests) == 1, 60.0)
+            line.submit(submission(str(number), grammar=str(number), tenant="a"))
+        line.submit(submission("other", grammar="other", tenant="b"))
+        assert await wait_until(lambda: bool(compiled) and len(here.node.requests) == 21, 60.0)
+        line.abort(*(str(number) for number in range(18)))
+        assert await wait_until(lambda: len(here.node.requests) == 3, 60.0)
         gate.set()
-        assert await wait_until(lambda: line.errors() == [("no grammar", False)], 60.0)
-        assert compiled == ["0", "19"]
+        assert await wait_until(lambda: line.errors() == [("no grammar", False)] * 3, 60.0)
+        assert compiled == ["0", "18", "other", "19"]
         await here.empty()
 
 

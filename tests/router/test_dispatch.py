@@ -107,7 +107,7 @@ class Play:
 
     def usable(self, role: str) -> set[str]:
         names = {f"{role}{number}" for number in range(3)}
-        return names - self.returned or names
+        return names - self.returned or (names if role == "d" else set())  # decode nodes can compute prompts
 
     def check_attempt(self) -> None:
         p, d, submit = self.here.attempt(self.number)
@@ -465,7 +465,7 @@ async def test_further_samples_get_the_pixels_of_images_that_the_cached_kv_may_n
 
 async def test_after_the_loss_of_their_node_samples_are_retried_with_their_seeds() -> None:
     here = stage("p0 d0 d1")
-    run = await here.submit(n=2, seed=7)
+    run = await here.submit(n=2, seed=7, tenant="acme")
     _, home, first = here.attempt(0)
     here.p0.send(token("r.0.0", 0))
     home.send(TokenDelta("r.0.0", 1, handed_off=True))
@@ -474,7 +474,7 @@ async def test_after_the_loss_of_their_node_samples_are_retried_with_their_seeds
     await settle()
     for sample, seed in ((0, first.sampling.seed), (1, here.attempt(0, 1)[2].sampling.seed)):
         p, d, submit = here.attempt(1, sample)
-        assert (p, submit.sampling.seed) == (here.p0, seed)
+        assert (p, submit.sampling.seed, submit.tenant) == (here.p0, seed, "acme")
         assert d is not home
         start = len(unpack_ids(submit.tokens)) - len(PROMPT)
         p.send(token(submit.id, start))

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.dispatch.requests import ModelCard
-from router.fair_threads import FairThreads
 from router.http import parsing
 from router.http.asgi import Identity
 from router.http.bodies import ChatBody, CompletionBody, parse_body
@@ -23,6 +22,7 @@ from router.metrics.request_metrics import RequestMetrics
 from router.observer import RouterObserver
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
+from shared.fair_threads import FairThreads
 from tests.router.scripted import ScriptedDispatcher
 
 MODEL = ModelCard("m", max_model_len=4000, vocab_size=330, eos_ids=frozenset({2}))

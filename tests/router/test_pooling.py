@@ -62,6 +62,7 @@ BAD: list[tuple[PoolingRule, str, dict[str, Any], str]] = [
     (RANKS, "/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "`top_n`"),
     (RANKS, "/v1/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 4}, "shorten the documents"),
     (RANKS, "/v1/rerank", {"query": "a", "documents": ["b " * 300]}, "at most 199 fit"),
+    (RANKS, "/v1/rerank", {"query": "ab" * 10000, "documents": ["a"] * 64}, "An input has at least"),
     (EMBEDS, "/v1/score", {"text_1": "a"}, "Give either `text_2` or `documents`."),
     (EMBEDS, "/v1/score", {"text_1": "a", "queries": "a", "text_2": "b"}, "Give either `text_1` or `queries`."),
     (EMBEDS, "/v1/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "as many as `text_2`"),
@@ -100,7 +101,7 @@ async def test_cut_embeddings_are_normalized_and_ranks_are_in_order() -> None:
 
 
 async def test_documents_are_tokenized_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "AT_ONCE", 2)
+    monkeypatch.setattr(pooling, "PAIRS_AT_ONCE", 2)
     body = {"text_1": "query", "text_2": ["a", "bb", "ccc", "dddd", "eeeee"]}
     async with serving(RANKS, (1.0, 0.0)) as client:
         answer = (await client.post("/v1/score", json=body)).json()

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from router.http.bodies import parse_body
-from router.http.response_bodies import ResponsesBody
+from router.http.response_bodies import MessageItem, ResponsesBody
 from router.http.responses import dump_in_parts
 from shared.errors import RequestError, UnavailableError
 from tests.router.answering import ANSWER, BOTH, FUNCTION, SAID, THOUGHT, client, hermes
@@ -95,6 +95,14 @@ async def test_the_oldest_turns_of_a_long_conversation_are_left_out(client, herm
     assert "Be brief." in prompt
     turn = request.prompt[len(request.prompt) - len(hermes.encode(prompt[prompt.index(f"turn {first} ") :])) :]
     assert len(request.prompt) + len(turn) // (12 - first) > 2000 - 50, "one more turn would not fit"
+
+
+def test_a_conversation_with_too_many_messages_loses_its_oldest_turns():
+    turns = [MessageItem(role=role, content=str(number)) for number in range(1500) for role in ("user", "assistant")]
+    body = ResponsesBody(model="tiny", input="And?", instructions="Be kind.", truncation="auto")
+    messages = body.to_chat([MessageItem(role="developer", content="Be brief."), *turns]).messages
+    assert [message.content for message in messages[:3]] == ["Be kind.", "Be brief.", "478"]
+    assert (len(messages), messages[-1].content) == (2047, "And?"), "with one more turn, there would be 2049 messages"
 
 
 async def test_logprobs_come_with_the_text(client, hermes):

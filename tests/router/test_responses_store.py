@@ -5,6 +5,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import pytest
 import redis
 
 from router import responses_store
+from router.http import responses_api
 from router.http.auth import ApiKeys
 from router.http.response_runs import Replay
+from router.http.responses import dump_in_parts
 from router.nodes.connection import ModelVersion
 from router.responses_store import CANCELLED, MAX_BYTES, MemoryStore, RedisStore, ResponsesStore, StoredResponse
 from router.text.chat_template import ChatTemplate
@@ -67,19 +70,37 @@ async def finished(own: openai.AsyncOpenAI, response_id: str) -> Any:
         return await own.responses.retrieve(response_id)
 
 
-async def test_a_long_response_is_rebuilt_on_a_thread(client, hermes, monkeypatch):
+async def test_a_long_response_is_rebuilt_and_encoded_on_a_thread(client, hermes, monkeypatch):
     own, _ = await client(hermes, "abc", responses_store=MemoryStore())
     first = await own.responses.create(**HELLO)
-    threads, add = set[threading.Thread](), Replay.add
+    threads: dict[str, threading.Thread] = {}
+
+    def recorded(name: str, call: Callable[..., Any], *args: Any) -> Any:
+        threads[name] = threading.current_thread()
+        return call(*args)
+
+    add = Replay.add
+    monkeypatch.setattr(Replay, "add", lambda replay, delta: recorded("rebuilt", add, replay, delta))
+    monkeypatch.setattr(responses_api, "dump_in_parts", partial(recorded, "encoded", dump_in_parts))
+    assert await own.responses.retrieve(first.id) == first
+    assert threads.keys() == {"rebuilt", "encoded"}
+    assert threading.main_thread() not in threads.values()
+
+
+async def test_other_requests_run_while_a_long_response_is_followed(client, hermes, monkeypatch):
+    own, _ = await client(hermes, "abc" * 20, responses_store=MemoryStore())
+    first = await own.responses.create(**HELLO)
+    turns, seen, add = list[None](), list[int](), Replay.add
 
     def recorded(replay: Replay, delta: TokenDelta) -> Any:
-        threads.add(threading.current_thread())
+        seen.append(len(turns))
+        asyncio.get_running_loop().call_soon(turns.append, None)
         return add(replay, delta)
 
     monkeypatch.setattr(Replay, "add", recorded)
-    assert await own.responses.retrieve(first.id) == first
-    assert threads
-    assert threading.main_thread() not in threads
+    async for _ in await own.responses.retrieve(first.id, stream=True):
+        pass
+    assert (seen[0], seen[16], seen[-1]) == (0, 16, 48)
 
 
 async def test_a_stored_response_can_be_read_continued_and_deleted(client, hermes, make_store, monkeypatch):
@@ -364,7 +385,8 @@ class HeldStore(RedisStore):
         return await super().adopt(owner, limit)
 
 
-async def test_another_router_takes_over_and_the_first_cannot_add_anything(client, hermes, redis_server):
+async def test_another_router_takes_over_and_the_first_cannot_add_anything(client, hermes, redis_server, monkeypatch):
+    monkeypatch.setattr(responses_store, "PAGE", 3)
     url = f"redis://127.0.0.1:{redis_server.port}"
     text = "one two three four five six seven"
     first, dispatcher = await client(hermes, text, responses_store=HeldStore(url, "test"))
@@ -548,6 +570,21 @@ async def test_a_tenant_that_fills_the_memory_does_not_drop_the_responses_of_oth
     kept = [number for number in range(12) if await store.get(str(number)) is not None]
     assert kept[0] == 0
     assert kept[1:] == list(range(12 - len(kept) + 1, 12))
+
+
+async def test_a_full_store_is_not_searched_for_every_token(monkeypatch):
+    monkeypatch.setattr(responses_store, "MAX_BYTES", 1)
+    store, response, reads = MemoryStore(lambda: 9.0), stored("r"), list[str]()
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Any:
+            reads.append(name)
+            return getattr(response, name)
+
+    await store.create(Recorded(), "r1")
+    for position in range(50):
+        assert await store.append("r", "r1", position, TokenDelta("", tokens=b"t"), ends=False)
+    assert reads.count("tenant") == 1
 
 
 class BusyStore(MemoryStore):

@@ -72,6 +72,10 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
     ({"structured_outputs": {"json": {"required": ["a"], "minProperties": 2}}}, ['{"a":1,"b":2}'], ['{"a":1,"a":2}']),
     (
+        {"structured_outputs": {"json": {"minProperties": 3, "allOf": [{"required": ["a"]}, {"required": ["b"]}]}}},
+        *(['{"a":1,"b":2,"c":3}'], ['{"a":1,"b":2}', '{"a":1,"b":2,"b":3}']),
+    ),
+    (
         {"structured_outputs": {"json": {"type": "object", "properties": {"$ref": {}, "$id": {}}}}},
         ['{"$ref":1,"$id":2}'],
         ["[]"],
@@ -114,6 +118,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": schema({"items": {"$ref": "#", "$id": "x"}})}, SCHEMA, "`$ref` next to `$id`"),
     ({"response_format": schema({"required": ["a"], "minProperties": 3})}, SCHEMA, "a name may be repeated"),
     ({"response_format": schema({"properties": {"enum": {"minProperties": 3}}})}, SCHEMA, "in properties.enum"),
+    ({"response_format": schema({"required": ["a", "a"], "minProperties": 3})}, SCHEMA, "a name may be repeated"),
+    ({"response_format": schema({"$ref": "#/default", "default": {"minProperties": 3}})}, SCHEMA, "in default"),
+    ({"response_format": schema({"$ref": "#/$defs", "$defs": {"minProperties": 3}})}, SCHEMA, "in $defs"),
     ({"response_format": schema({"type": "thing"})}, SCHEMA, "Invalid type: thing"),
     ({"response_format": schema({"type": "string", "format": "odd"})}, SCHEMA, "Unknown format: odd"),
     ({"response_format": schema({"$ref": "http://169.254.169.254/"})}, SCHEMA, "does not fetch resources"),
@@ -153,6 +160,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "root ::= " + "(" * 9000}}, "structured_outputs.grammar", "recursion"),
     ({"structured_outputs": {"grammar": 'start[temperature=1]: "a"'}}, "structured_outputs.grammar", "`temperature`"),
     ({"structured_outputs": {"grammar": 'start: %json {"not": {}}'}}, "structured_outputs.grammar", 'keys: ["not"]'),
+    (
+        {"structured_outputs": {"grammar": 'start: "a" %json {"type": "object", "minProperties": 2}'}},
+        *("structured_outputs.grammar", "a name may be repeated"),
+    ),
     ({"structured_outputs": {"grammar": "start: start"}}, "structured_outputs.grammar", "no text matches it"),
     ({"structured_outputs": {"grammar": AMBIGUOUS}}, "structured_outputs.grammar", "too big"),
     (

@@ -3,11 +3,16 @@ completions, and the output is translated back.
 
 Names and limits are as in Anthropic's API. Thinking blocks have an empty signature, because Baton does not verify the
 blocks that a client sends back. `cache_control` has no effect, because every prefix is cached.
+
+As in Anthropic's API, successive messages of the user are one turn. A message of the role `system` that follows another
+message becomes a part of the user's turn, because many chat templates refuse system messages at later positions.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, groupby
+from operator import itemgetter
 from secrets import token_hex
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -36,6 +41,9 @@ from router.http.tools import check_tools
 from router.text.tool_parser import AnswerPart, call_id
 from shared.errors import RequestError
 
+# A client of Anthropic begins the system prompt with a block that starts with this text, and that differs between
+# requests with otherwise equal prompts. As in vLLM, the block is dropped, so that these requests share cached blocks.
+BILLING = "x-anthropic-billing-header"
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 Event = dict[str, Any]
 # Parameters of chat completions, and their names in this API.
@@ -125,7 +133,7 @@ Blocks = Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 class AnthropicMessage(StrictModel):
     """A message of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: TextOr[Blocks]
 
     def blocks(self) -> Sequence[Block]:
@@ -152,10 +160,25 @@ class AnthropicChoice(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Switches the reasoning on or off. `budget_tokens` is accepted, but does not limit the reasoning."""
+    """Switches the reasoning on or off. `budget_tokens` is accepted, but does not limit the reasoning. `display` is
+    accepted, but the answer always has the whole reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: TokenCount | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
+
+
+class ThinkingEdit(StrictModel):
+    """An edit of the conversation that leaves it unchanged."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(StrictModel):
+    """`context_management`: only edits that change nothing are accepted."""
+
+    edits: Annotated[list[ThinkingEdit], Field(max_length=1)] = Field(default_factory=list)
 
 
 class OutputFormat(StrictModel):
@@ -182,6 +205,7 @@ class CountTokensBody(Body):
     }
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     chat_template_kwargs: TemplateArguments = Field(default_factory=dict)
+    context_management: ContextManagement | None = None
     output_config: OutputConfig = OutputConfig()
     system: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] = ""
     thinking: Thinking | None = None
@@ -195,11 +219,13 @@ class CountTokensBody(Body):
             raise RequestError("`tool_choice` must have a name if and only if its type is `tool`.", "tool_choice")
         if choice is None:
             choice = {"type": "function", "function": {"name": self.tool_choice.name}}
-        system = _text(self.system)
+        shown = self.system
+        system = _text(shown if isinstance(shown, str) else [b for b in shown if not b.text.startswith(BILLING)])
         messages = [{"role": "system", "content": system}] if system else []
         used: set[str] = set()
         for number, message in enumerate(self.messages):
             messages += _chat_messages(message, number, used)
+        messages = _turns(messages)
         # A final message of the assistant is the beginning of the answer.
         continues = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         switches = {} if self.thinking is None else dict.fromkeys(SWITCHES, self.thinking.type != "disabled")
@@ -248,7 +274,8 @@ def _chat_messages(message: AnthropicMessage, number: int, used: set[str]) -> li
     blocks = message.blocks()
     for place, block in enumerate(blocks):
         of_user = isinstance(block, ToolResultBlock | ImageBlock)
-        if not isinstance(block, TextBlock) and of_user != (message.role == "user"):
+        is_misplaced = message.role == "system" or of_user != (message.role == "user")
+        if not isinstance(block, TextBlock) and is_misplaced:
             param = f"messages[{number}].content[{place}]"
             raise RequestError(f"`{param}`: a message of the {message.role} cannot contain {block.type}.", param)
         if isinstance(block, ToolUseBlock):
@@ -277,6 +304,29 @@ def _chat_messages(message: AnthropicMessage, number: int, used: set[str]) -> li
         fields: dict[str, Any] = {"tool_calls": calls, "reasoning_content": thoughts or None}
         found.append({"role": message.role, "content": text} | (fields if message.role == "assistant" else {}))
     return found
+
+
+def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with successive messages of the user joined, and also those of the system. A system message
+    that follows a message of another role counts as a message of the user."""
+    first = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    later = [message | {"role": "user"} if message["role"] == "system" else message for message in messages[first:]]
+    found: list[dict[str, Any]] = []
+    for role, group in groupby(messages[:first] + later, key=itemgetter("role")):
+        if role in ("system", "user"):
+            found.append({"role": role, "content": _joined([message["content"] for message in group])})
+        else:
+            found += group
+    return found
+
+
+def _joined(contents: Sequence[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
+    """Return the contents of several chat messages as one content."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return "\n".join(texts)
+    parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
+    return list(chain.from_iterable(parts))
 
 
 class MessageEvents:

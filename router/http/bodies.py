@@ -42,7 +42,7 @@ MAX_STREAM_INTERVAL = 1024
 # not have.
 IGNORED = frozenset(("cache_control", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options"))
 IGNORED |= {"prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "store", "user"}
-IGNORED |= {"user_profile_id", "verbosity"}
+IGNORED |= {"client_metadata", "diagnostics", "user_profile_id", "verbosity"}
 # Known fields that are not supported, each with the values that are accepted nevertheless because they have no effect.
 UNSUPPORTED: dict[str, tuple[object, ...]] = dict.fromkeys(
     ("audio", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "moderation"), ()
@@ -61,7 +61,7 @@ UNSUPPORTED |= dict.fromkeys(("return_mm_kwargs", "spaces_between_special_tokens
 UNSUPPORTED |= dict.fromkeys(("echo", "return_prompt_text", "return_token_offsets", "watermarking"), (False,))
 UNSUPPORTED |= {"routed_experts_prompt_start": (0,)}
 # Fields of the Responses API and of the Messages API
-UNSUPPORTED |= dict.fromkeys(("compaction", "container", "diagnostics", "inference_geo", "thread"), ())
+UNSUPPORTED |= dict.fromkeys(("compaction", "container", "inference_geo", "thread"), ())
 UNSUPPORTED |= {"fallbacks": ([],), "previous_input_messages": (), "previous_response": ()}
 UNSUPPORTED |= {"enable_response_messages": (False,), "mcp_servers": ([],), "prompt": (), "speed": ("standard",)}
 # Unsupported fields, each with the field to use instead. Earlier versions of vLLM had the `guided_` fields.
@@ -317,7 +317,7 @@ class ChatBody(GenerateBody):
         check_tool_names(self.tools)
         check_tool_choice(self.tool_choice, self.tools)
         check_tool_results(self.messages)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("`top_logprobs` is only allowed with `logprobs`.", "top_logprobs")
         return self
 

@@ -188,7 +188,7 @@ Content = str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_
 
 def _check_not_null(content: object) -> object:
     if content is None:
-        raise PydanticCustomError("null", "must not be null, except in a message with `tool_calls`")
+        raise PydanticCustomError("null", "must not be null, except with `tool_calls` or `reasoning_content`")
     return content
 
 
@@ -214,10 +214,10 @@ class ChatMessage(StrictModel):
             refusal = fields.pop("refusal", None)
             fields["content"] = refusal if fields.get("content") is None else fields["content"]
             fields = {key: field for key, field in fields.items() if key not in ("annotations", "parsed")}
-        if fields.get("tool_calls") and fields.get("content") is None:
-            fields["content"] = ""
         if "reasoning" in fields:  # newer versions of vLLM have this name for `reasoning_content`
             fields.setdefault("reasoning_content", fields.pop("reasoning"))
+        if (fields.get("tool_calls") or fields.get("reasoning_content")) and fields.get("content") is None:
+            fields["content"] = ""
         unknown = next((key for key in fields if key not in cls.model_fields), None)
         if unknown is not None:
             raise PydanticCustomError("unknown", "has an unknown field: `{name}`", {"name": unknown[:MAX_NAME]})

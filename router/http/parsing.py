@@ -12,7 +12,6 @@ from typing import ParamSpec, TypeVar
 
 from router.dispatch.admission import deadline_error
 from router.dispatch.requests import GenerationRequest, ModelCard
-from router.fair_threads import FairThreads
 from router.http.asgi import ANONYMOUS, Identity
 from router.http.bodies import ChatBody, CompletionBody, GenerateBody, TokenizeBody
 from router.http.messages import image_urls, plain_messages
@@ -22,11 +21,13 @@ from router.text.grammar_check import GrammarChecker
 from router.text.images import ImageReader, placed
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError, UnavailableError
+from shared.fair_threads import FairThreads
 from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import Media, SamplingParams, ThinkingBudget, pack_ids
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions, as in OpenAI and vLLM
 AT_ONCE = 8192  # a text of this many characters takes about 1 ms to encode; a longer text is encoded on a thread
+_CONTEXT = "This model's maximum context length is"  # as in OpenAI's errors; clients such as litellm search for it
 ENCODE_S = 10.0  # time limit for work on a thread, including the time until a thread is free
 THREADS = FairThreads(min(8, len(os.sched_getaffinity(0)) + 1), "requests")  # shared by all models of the router
 
@@ -199,6 +200,10 @@ async def _encoded(
     media: list[Media] = []
     if isinstance(body, ChatBody):
         check_tools(body, tokenizer.syntax)
+        texts = [each.content for each in body.messages if isinstance(each.content, str)]
+        least = sum(map(tokenizer.least_tokens, texts)) if body.truncate_prompt_tokens is None else 0
+        if least >= model.max_model_len:  # a stored conversation may be so long that encoding it takes minutes
+            raise _too_long(f"at least {least}", model, "messages")
         tokens, media = await encode_chat(tokenizer, body, images, tenant)
         param, prompts = "messages", [tokens]
         if media and body.truncate_prompt_tokens is not None:
@@ -271,7 +276,8 @@ def _spellings(words: list[str], model: ModelCard, tokenizer: Tokenizer) -> list
 
 
 def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
-    """Return the maximum number of tokens to generate. Raises RequestError if they do not fit after the prompt."""
+    """Return the maximum number of tokens to generate. As in vLLM, it is at most the rest of the context. Raises
+    RequestError if the prompt or `min_tokens` does not fit, or if the client's limit exceeds the whole context."""
     context, param = model.max_model_len, "messages" if isinstance(body, ChatBody) else "prompt"
     if num_prompt >= context:
         raise _too_long(str(num_prompt), model, param)
@@ -279,19 +285,20 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
     if limit is None:
         limit = rest if isinstance(body, ChatBody) else min(rest, max(COMPLETION_TOKENS, body.min_tokens))
     limit = max(limit, 1)  # if the client requests 0 tokens, `OutputProcessor` drops the token
-    if (wanted := max(limit, body.min_tokens)) > rest:
+    if limit > context or body.min_tokens > rest:
+        wanted = max(limit, body.min_tokens)
         raise RequestError(
-            f"This model's context is {context} tokens; you requested {num_prompt + wanted}: "
+            f"{_CONTEXT} {context} tokens; you requested {num_prompt + wanted}: "
             f"{num_prompt} in the prompt and {wanted} to generate. At most {rest} can be generated.",
             "max_tokens" if body.token_limit is not None else "min_tokens",
             "context_length_exceeded",
         )
-    return limit
+    return min(limit, rest)
 
 
 def _too_long(num_tokens: str, model: ModelCard, param: str) -> RequestError:
     return RequestError(
-        f"The prompt has {num_tokens} tokens; the context is {model.max_model_len} tokens, including the answer.",
+        f"{_CONTEXT} {model.max_model_len} tokens, including the answer; the prompt has {num_tokens} tokens.",
         param,
         "context_length_exceeded",
     )

@@ -107,6 +107,7 @@ class ChatTemplate:
         self._reads_message = "message['tools']" in source and not re.search(r"(?<!['\"\w.])tools\b", source)
         # The first templates of DeepSeek R1 and its distilled models show a message's content or its calls, not both.
         self._splits_calls = "message['role'] == 'assistant' and message['content'] is not none" in source
+        self._has_developer = "'developer'" in source or '"developer"' in source
         self._tokens = tokens
         self._special = re.compile(longest_of({name for name in special if name}) or "(?!)")  # "(?!)" matches nothing
         self._lock = threading.Lock()
@@ -141,6 +142,7 @@ class ChatTemplate:
         Raises RequestError when the template refuses the conversation, fails, or exceeds its time or memory.
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue001"  # random, so that no client can forge or remove it
+        messages = self._with_known_roles(messages)
         if tools and self._reads_message:
             has_system = messages[0]["role"] == "system"
             first = messages[0] if has_system else {"role": "system", "content": ""}
@@ -176,6 +178,20 @@ class ChatTemplate:
             text = text.replace(end, "") + (space if after.startswith(space) else "")
         parts = text.split(mark)
         return "".join(parts), list(accumulate(len(part) for part in parts[:-1]))
+
+    def _with_known_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """If there are messages of the developer, and the template does not have this role, join these messages and
+        those of the system to one system message at the beginning, as vLLM does. Most templates omit other roles."""
+        if self._has_developer or all(message["role"] != "developer" for message in messages):
+            return messages
+        texts: list[str] = []
+        others: list[Message] = []
+        for message in messages:
+            if message["role"] in ("system", "developer") and isinstance(message["content"], str):
+                texts.append(message["content"])
+            else:
+                others.append(message)
+        return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
     def _marked(self, value: Any, mark: str) -> Any:
         """Return a JSON value, with `mark` inserted before each special token in the value's strings."""

@@ -80,14 +80,18 @@ GETS_OF_RESPONSES = {  # served by router/http/responses_api.py
     "GET /health, /ping, /metrics, /events, /docs, /openapi.json": "",
 }
 NOTES = {
-    "/v1/completions": "OpenAI's completions API. By default, `max_tokens` is 16, as in OpenAI's API and vLLM.",
+    "/v1/completions": "OpenAI's completions API. By default, `max_tokens` is 16, as in OpenAI's API and vLLM.\n\n"
+    "In all APIs, as in vLLM, an answer ends at the latest where the model's context is full, even if `max_tokens` allows "
+    "more. Only a `max_tokens` that exceeds the whole context is refused.",
     "/v1/chat/completions": "OpenAI's chat completions API. Without `max_tokens`, only the model's context limits the "
     "length of an answer.",
     "/v1/responses": "OpenAI's Responses API. `background`, `previous_response_id` and `store` require `--responses-store` "
     '([stored responses](operations.md#stored-responses)). With `truncation: "auto"`, the oldest turns of a conversation '
     "that is too long are left out; instructions and the last turn are kept.",
     "/v1/messages": "Anthropic's Messages API. In answers, the `signature` of thinking blocks is empty. `budget_tokens` "
-    "of `thinking` does not limit the reasoning.",
+    "of `thinking` does not limit the reasoning, and `display` does not hide it. A message of the role `system` that "
+    "follows another message becomes a part of the user's turn. A text block of `system` that begins with "
+    "`x-anthropic-billing-header` is dropped, as in vLLM.",
     "/v1/messages/count_tokens": "Counts the tokens of the prompt in a request for `/v1/messages`.",
     "/v1/embeddings": "OpenAI's embeddings API. It requires an embedding model ([embeddings](embeddings.md)).",
     "/v1/rerank": "The rerank API of vLLM, Jina and Cohere. `/rerank` and `/v2/rerank` are the same endpoint.",
@@ -108,10 +112,10 @@ OF_COMPLETIONS = """ec_transfer_params guided_choice guided_grammar guided_json 
 logits_processors logprob_token_ids prompt_embeds repetition_detection request_id return_mm_kwargs return_token_offsets
 routed_experts_prompt_start session_id spaces_between_special_tokens suffix
 truncation_side use_beam_search user vllm_xargs watermarking"""
-OF_RESPONSES = """context_management conversation enable_response_messages mm_processor_kwargs moderation
+OF_RESPONSES = """client_metadata context_management conversation enable_response_messages mm_processor_kwargs moderation
 previous_input_messages previous_response prompt prompt_cache_key prompt_cache_options prompt_cache_retention request_id
 safety_identifier service_tier user vllm_xargs"""
-OF_MESSAGES = """cache_control compaction container context_management diagnostics fallbacks inference_geo kv_transfer_params mcp_servers
+OF_MESSAGES = """cache_control compaction container diagnostics fallbacks inference_geo kv_transfer_params mcp_servers
 metadata service_tier speed thread user_profile_id"""
 ELSEWHERE = {
     "/v1/completions": OF_COMPLETIONS,

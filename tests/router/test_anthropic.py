@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.http.anthropic import MessagesBody
 from router.http.auth import ApiKeys
 from router.text.tokenizer import Tokenizer
 from shared.errors import UnavailableError
@@ -170,7 +171,9 @@ BAD = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 5000}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [USER | {"role": "system"}]}, "messages[0].role"),
+    ({"messages": [USER | {"role": "tool"}]}, "messages[0].role"),
+    ({"messages": [{"role": "system", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "messages[0].content[0]"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
     ({"messages": [USER | {"content": 5}]}, "messages[0].content"),
     ({"messages": [USER | {"content": [{"type": "image", "source": {}}]}]}, "messages[0].content"),
     ({"messages": [USER | {"content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "messages[0].content[0]"),
@@ -220,6 +223,33 @@ async def test_reasoning_that_only_anthropic_can_read_is_skipped(api):
     answer = await client.post(messages=[USER, {"role": "assistant", "content": blocks}, USER])
     assert answer.status_code == 200
     assert "abc" not in client.prompt
+
+
+async def test_a_recorded_request_of_a_coding_agent_is_accepted(api):
+    client = await api("x")
+    system = ["x-anthropic-billing-header: cc_version=2.1.197.b35; cc_entrypoint=cli;", "Be brief."]
+    answer = await client.post(
+        system=[{"type": "text", "text": text} for text in system],
+        messages=[USER, {"role": "system", "content": "Agents: none."}],
+        thinking={"type": "adaptive", "display": "summarized"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        diagnostics={"client": "cli"},
+    )
+    assert answer.status_code == 200
+    assert client.prompt.startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nx\nAgents: none.<|im_end|>\n"
+    )
+
+
+def test_system_messages_become_parts_of_the_users_turn():
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    said = [("system", "a"), ("system", "b"), ("user", [image]), ("system", "c"), ("assistant", "d"), ("system", "e")]
+    messages = [{"role": role, "content": content} for role, content in [*said, ("user", "f")]]
+    body = MessagesBody.model_validate({"max_tokens": 1, "messages": messages})
+    found = [(each["role"], each["content"]) for each in body.chat_fields()["messages"]]
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    user = [part, {"type": "text", "text": "c"}]
+    assert found == [("system", "a\nb"), ("user", user), ("assistant", "d"), ("user", "e\nf")]
 
 
 async def test_failures_have_anthropics_types(api):

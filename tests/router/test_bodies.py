@@ -247,6 +247,7 @@ def test_messages_of_tools_reach_the_template():
         RESULT,
         {"role": "assistant", "content": "y", "tool_calls": []},
         with_arguments(""),
+        {"role": "assistant", "content": None, "reasoning": "hm"},  # vLLM's answer that ended in the reasoning
     ]
     body = parse_body(ChatBody, body_of(ChatBody, messages=messages, tools=[TOOL], tool_choice="none"), ["m"])
     plain = [message.plain() for message in body.messages]
@@ -256,6 +257,7 @@ def test_messages_of_tools_reach_the_template():
     assert plain[2] == RESULT
     assert plain[3] == {"role": "assistant", "content": "y"}
     assert plain[4]["tool_calls"][0]["function"]["arguments"] == {}
+    assert plain[5] == {"role": "assistant", "content": "", **thought}
     assert [tool.plain() for tool in body.tools] == [TOOL]
 
 
@@ -268,14 +270,14 @@ def test_openais_harmless_fields_are_ignored():
     fields |= {"verbosity": "low", "prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": False}
     fields |= {"modalities": ["text"], "prediction": {"type": "content", "content": "x"}, "tool_choice": "auto"}
     fields |= {"prompt_cache_options": {"mode": "implicit"}, "stream": True}
-    fields |= {"stream_options": {"include_usage": True, "include_obfuscation": False}}
+    fields |= {"stream_options": {"include_usage": True, "include_obfuscation": False}, "top_logprobs": 0}
     parse_body(ChatBody, body_of(ChatBody, **fields, response_format={"type": "text"}), ["m"])
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"messages": [{"role": "assistant", "content": None}]}, "must not be null, except in a message with"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "must not be null, except with `tool_calls`"),
         ({"messages": [with_arguments("[1]")]}, "must be a JSON object as a string"),
         ({"messages": [RESULT]}, "is not the id of a call in an earlier message of the assistant"),
         ({"tools": [TOOL, TOOL]}, "is the name of an earlier tool: `f`"),
@@ -358,7 +360,7 @@ async def requests_of(tokenizer, kind=CompletionBody, **fields):
         ({"prompt": [1] * 101, "truncate_prompt_tokens": 100}, "prompt"),
         ({"prompt": [1] * 100}, "prompt"),
         ({"prompt": [1] * 5000}, "prompt"),
-        ({"prompt": [1] * 60, "max_tokens": 41}, "max_tokens"),
+        ({"prompt": [1] * 60, "max_tokens": 101}, "max_tokens"),
         ({"prompt": [1] * 60, "min_tokens": 41}, "min_tokens"),
         ({"ignore_eos": True, "max_tokens": 2**31 - 1}, "max_tokens"),
     ],
@@ -369,11 +371,25 @@ async def test_a_request_that_does_not_fit_the_model_is_rejected(byte_level, fie
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
-async def test_the_context_is_filled_exactly_and_errors_state_both_numbers(byte_level):
-    requests = await requests_of(byte_level, prompt=[1] * 60, max_tokens=40)
-    assert requests[0].max_tokens == 40
-    with pytest.raises(RequestError, match=r"100 tokens; you requested 101: 60 in the prompt and 41"):
-        await requests_of(byte_level, prompt=[1] * 60, max_tokens=41)
+@pytest.mark.parametrize(("kind", "fields"), [
+    (CompletionBody, {"prompt": "ab" * 10_000}),
+    (ChatBody, {"messages": [{"role": "user", "content": "ab" * 5000}] * 2}),
+])  # fmt: skip
+async def test_a_prompt_that_is_far_too_long_is_refused_without_encoding_it(byte_level, kind, fields):
+    with pytest.raises(RequestError, match="the prompt has at least"):
+        await requests_of(byte_level, kind, **fields)
+
+
+async def test_an_answer_gets_the_rest_of_the_context_and_errors_state_both_numbers(byte_level):
+    for limit in (40, 41, 100):
+        assert (await requests_of(byte_level, prompt=[1] * 60, max_tokens=limit))[0].max_tokens == 40
+    # Clients such as litellm recognize the error by the beginning of its text.
+    for fields in ({"max_tokens": 101}, {"min_tokens": 41}):
+        text = rf"This model's maximum context length is 100 .* 60 in the prompt and {max(fields.values())}"
+        with pytest.raises(RequestError, match=text):
+            await requests_of(byte_level, prompt=[1] * 60, **fields)
+    with pytest.raises(RequestError, match="This model's maximum context length is 100 tokens"):
+        await requests_of(byte_level, prompt=[1] * 100)
     assert (await requests_of(byte_level, prompt=[1] * 99))[0].max_tokens == 1
 
 

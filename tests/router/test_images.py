@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 
 from router.dispatch.requests import ModelCard
-from router.fair_threads import FairThreads
 from router.http.anthropic import MessagesBody
 from router.http.anthropic import named_parameters as of_anthropic
 from router.http.bodies import ChatBody, parse_body, validated
@@ -25,6 +24,7 @@ from router.http.responses_api import named_parameters as of_responses
 from router.text.images import ImageLimits, ImageReader
 from router.text.tokenizer import Tokenizer
 from shared.errors import RequestError
+from shared.fair_threads import FairThreads
 from shared.images import ImageRules, read_image_rules
 from shared.rpc.messages import Media
 from tests.engine.image_models import CONFIGS, IMAGE, is_qwen, picture, processor, write_files
@@ -118,7 +118,7 @@ async def test_a_bad_image_is_refused_with_the_parameter_and_the_fix(name: str, 
         (content(*[GOOD] * 17), "messages", "at most 16"),
         (content(GOOD) | {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens", "omit it"),
         (content(GOOD) | {"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message", "images"),
-        (content(GOOD) | {"max_tokens": 4090}, "max_tokens", "context"),
+        (content(GOOD) | {"min_tokens": 4090}, "min_tokens", "context"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": GOOD}]}]}, "messages[0].content", "url"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages[0].content", "texts"),
     ],

@@ -272,6 +272,16 @@ def test_loading_reads_the_directory(tmp_path, byte_level):
     assert Tokenizer.load(tmp_path).encode_chat(messages) == byte_level.encode("(x)")
 
 
+@pytest.mark.parametrize("has_developer", [False, True])
+def test_a_template_without_the_role_developer_gets_one_system_message(has_developer):
+    source = "{% for message in messages %}{{ message.role }}: {{ message.content }}|{% endfor %}"
+    template = ChatTemplate(source + "{# 'developer' #}" * has_developer, {}, [])
+    said = [("system", "a"), ("user", "b"), ("developer", "c")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    prompt, _ = template.render(messages, add_generation_prompt=False, continue_final_message=False)
+    assert prompt == ("system: a|user: b|developer: c|" if has_developer else "system: a\n\nc|user: b|")
+
+
 def test_a_client_sets_variables_of_the_template_but_no_special_tokens(tmp_path, byte_level):
     byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
     source = "{{ note }}{% if enable_thinking is defined and enable_thinking is false %}()<|im_end|>{% endif %}"

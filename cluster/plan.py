@@ -318,7 +318,6 @@ def _check_nodes(settings: LocalSettings) -> None:
 def _check_files(settings: LocalSettings) -> None:
     """Read the files of secrets and keys, and find the parsers, as the processes do when they start. Raises
     ConfigError."""
-    from router.http.auth import ApiKeys
     from router.http.certificate import Certificate
     from router.text.tool_syntax import find_syntax
     from shared.rpc.tls import read_identity
@@ -327,6 +326,8 @@ def _check_files(settings: LocalSettings) -> None:
     if settings.cluster_secret_file:
         read_identity(settings.cluster_secret_file)
     if settings.api_keys_file or settings.api_keys:
+        from router.http.auth import ApiKeys
+
         ApiKeys(settings.api_keys_file, settings.api_keys)
     if settings.ssl_certfile:
         Certificate(settings.ssl_certfile, settings.ssl_keyfile).check()

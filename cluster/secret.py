@@ -15,7 +15,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from router.http.auth import LINE
 from shared.errors import ConfigError
 from shared.kv.local import private
 
@@ -90,6 +89,8 @@ def make_key(tenant: str, *, is_admin: bool) -> int:
 
     Return 0, or 2 if the tenant's name is invalid.
     """
+    from router.http.auth import LINE  # here, because `baton up` starts faster without the modules of the router
+
     key, line = new_key(tenant, is_admin=is_admin)
     if LINE.fullmatch(line) is None:
         print("baton key: a tenant's name has 1 to 64 letters, digits and . _ -", file=sys.stderr)

@@ -4,6 +4,7 @@ The document omits the dashboard's event stream, /metrics and the admin routes.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from html import escape
 from typing import Any
 
@@ -122,15 +123,20 @@ GETS: dict[str, Schema] = {
 
 
 def document_routes(queries: Mapping[str, Mapping[str, Any]]) -> list[Route]:
-    """Return the routes of /openapi.json and of /docs, which shows the same document as a page."""
-    document = openapi(queries)
-    page = "".join(_page(document))
+    """Return the routes of /openapi.json and of /docs, which shows the same document as a page.
 
-    async def serve(_request: Request) -> Response:
-        return JSONResponse(document)
+    The document is generated at the first request, so that a router starts sooner. The handlers are not coroutines, so
+    Starlette calls them on a thread."""
 
-    async def read(_request: Request) -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": POLICY})
+    @cache
+    def document() -> Schema:
+        return openapi(queries)
+
+    def serve(_request: Request) -> Response:
+        return JSONResponse(document())
+
+    def read(_request: Request) -> Response:
+        return HTMLResponse("".join(_page(document())), headers={"content-security-policy": POLICY})
 
     return [Route("/openapi.json", serve), Route(DOCS, read)]
 

@@ -105,7 +105,7 @@ def test_the_ratio_follows_the_traffic(
 ) -> None:
     """Long prompts with short answers need prefill nodes; short prompts with long answers need decode nodes."""
     file = trace(tmp_path / "trace.jsonl", prompt, answer)
-    few = SMALL | {"requests": 150, "set": ["max_num_seqs=4"]}
+    few = SMALL | {"seeds": 2, "set": ["max_num_seqs=4"]}
     assert run_plan(PlanOptions(trace=file, price=3.0, out=tmp_path / "out", workers=1, **few)) == 0
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     splits = [each["arm"] for each in plan["candidates"] if each["arm"].startswith("disaggregated")]

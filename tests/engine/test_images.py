@@ -93,7 +93,11 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Scene(name, directory, rules, prompts, expected)
 
 
-@pytest.mark.parametrize(("scene", "way"), thinned(product(CONFIGS, WAYS), 3), indirect=["scene"])
+@pytest.mark.parametrize(
+    ("scene", "way", "every_backend"),
+    thinned(product(CONFIGS, WAYS, ("torch", "numba")), 7),
+    indirect=["scene", "every_backend"],
+)
 def test_prompts_with_images_give_the_tokens_of_transformers(scene: Scene, way: tuple[int, float, bool]) -> None:
     name, directory, rules, prompts, expected = scene
     model, encoder = load_model(directory, torch.float32, CPU), VisionEncoder(directory, rules)

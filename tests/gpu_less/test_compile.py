@@ -26,10 +26,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", params=thinned(["few", "all"], 2))
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Compile the kernels. Triton finds kernels in its cache by their sources and options."""
     processes = PROCESSES[request.param]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment |= {"TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton")), "TRITON_DEFAULT_FP_FUSION": "1"}
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.gpu_less.compiled", str(part), str(processes), request.param],

@@ -89,15 +89,6 @@ class ToolUseBlock(ContentBlock):
     input: Annotated[dict[str, Any], BeforeValidator(check_depth)]
 
 
-class ToolResultBlock(ContentBlock):
-    """The result of a call."""
-
-    type: Literal["tool_result"]
-    tool_use_id: Id
-    content: str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] = ""
-    is_error: bool = False
-
-
 class ImageSource(StrictModel):
     """The data of an image, in base64."""
 
@@ -107,7 +98,7 @@ class ImageSource(StrictModel):
 
 
 class ImageBlock(ContentBlock):
-    """An image in a message of the user."""
+    """An image in a message of the user or in the result of a call."""
 
     type: Literal["image"]
     source: ImageSource
@@ -116,6 +107,15 @@ class ImageBlock(ContentBlock):
         """Return the block as a part of a chat message."""
         url = f"data:{self.source.media_type};base64,{self.source.data}"
         return {"type": "image_url", "image_url": {"url": url}}
+
+
+class ToolResultBlock(ContentBlock):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: str | Annotated[list[TextBlock | ImageBlock], Field(max_length=MAX_PARTS)] = ""
+    is_error: bool = False
 
 
 Block = Annotated[
@@ -263,14 +263,16 @@ def _function(tool: AnthropicTool) -> dict[str, Any]:
     return {key: value for key, value in (function | {"strict": tool.strict}).items() if value is not None}
 
 
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _text(content: str | Sequence[Block]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content if isinstance(block, TextBlock))
 
 
 def _chat_messages(message: AnthropicMessage, number: int, used: set[str]) -> list[dict[str, Any]]:
-    """Convert message `number` to chat messages: one message for each tool result, and then one message for the other
-    blocks. Add the ids of the message's calls to `used`. Raises RequestError if a block is not allowed in a message of
-    this role, or if the id of a result is not in `used`."""
+    """Convert message `number` to chat messages: one message for the text of each tool result, and then one message for
+    the images of the results and for the other blocks. Add the ids of the message's calls to `used`. Raises
+    RequestError if a block is not allowed in a message of this role, or if the id of a result is not in `used`."""
     blocks = message.blocks()
     for place, block in enumerate(blocks):
         of_user = isinstance(block, ToolResultBlock | ImageBlock)
@@ -283,13 +285,14 @@ def _chat_messages(message: AnthropicMessage, number: int, used: set[str]) -> li
         elif isinstance(block, ToolResultBlock) and block.tool_use_id not in used:
             param = f"messages[{number}].content[{place}].tool_use_id"
             raise RequestError(f"`{param}` is not the id of an earlier tool_use block.", param, "invalid_value")
+    results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     found: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
-        for block in blocks
-        if isinstance(block, ToolResultBlock)
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)} for block in results
     ]
-    shown = [block for block in blocks if isinstance(block, TextBlock | ImageBlock)]
-    text: Any = _text([block for block in shown if isinstance(block, TextBlock)])
+    lists = [block.content for block in results if not isinstance(block.content, str)]
+    images = [each for content in lists for each in content if isinstance(each, ImageBlock)]
+    shown = [*images, *(block for block in blocks if isinstance(block, TextBlock | ImageBlock))]
+    text: Any = _text(shown)
     if any(isinstance(block, ImageBlock) for block in shown):
         text = [
             block.part() if isinstance(block, ImageBlock) else {"type": "text", "text": block.text} for block in shown

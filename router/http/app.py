@@ -11,10 +11,11 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import URL
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
@@ -163,6 +164,8 @@ def _no_route(paths: Sequence[str], request: Request, error: Exception) -> Respo
     if error.status_code not in (404, 405):
         return to_response(request, error)
     path = request.url.path[:MAX_PATH]
+    if path.endswith("/") and (bare := path.rstrip("/")) in paths:
+        return RedirectResponse(str(URL(path=bare, query=request.url.query)), 307)
     if error.status_code == 405:
         allowed = " or ".join(sorted((error.headers or {}).get("Allow", "GET, HEAD").split(", ")))
         text, code = f"{path} does not support {request.method}; use {allowed}.", "method_not_supported"
@@ -246,6 +249,8 @@ class ApiHandlers:
 
     async def one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if not name:  # /v1/models/
+            return await self.list_models(request)
         await self._check(name)
         return JSONResponse(self._card(name))
 

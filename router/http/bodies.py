@@ -33,7 +33,7 @@ from router.text.chat_template import Argument
 from shared.errors import RequestError
 from shared.limits import INT32_MAX, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS
 
-MAX_PROMPTS, MAX_SAMPLES = 64, 8
+MAX_PROMPTS, MAX_SAMPLES = 512, 8  # MAX_PROMPTS also limits the number of samples of all prompts together
 MAX_LISTED = 8  # maximum number of models that an error lists
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_TEMPLATE_ARGUMENTS = 32
@@ -76,8 +76,8 @@ EXPECTED = {
     "bad_words": f"must be a list of at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_CHARACTERS} characters each",
     "stop_token_ids": f"must be a list of at most {MAX_STOP_TOKENS} token ids",
     "logit_bias": f"must be an object of at most {MAX_LOGIT_BIASES} token ids, with values from -100 to 100",
-    "content": f"must be a string or a list of 1 to {MAX_PARTS} parts: texts, with `type` and `text`, or images, with "
-    "`type` and `image_url`; its `url` must begin with data:image/ (nothing is fetched); files are not supported",
+    "content": f"must be a string or a list of at most {MAX_PARTS} parts: texts, with `type` and `text`, or images, "
+    "with `type` and `image_url`; its `url` must begin with data:image/ (nothing is fetched); files are not supported",
     "chat_template_kwargs": f"must be an object of at most {MAX_TEMPLATE_ARGUMENTS} strings, numbers and booleans",
     "tools": f"must be a list of at most {MAX_TOOLS} functions",
     "tool_choice": 'must be "none", "auto", "required" or an object with the type "function" and a function\'s name',
@@ -275,6 +275,8 @@ class CompletionBody(GenerateBody):
     def _is_supported(self) -> "CompletionBody":
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("`max_tokens` can only be 0 with `echo`.", "max_tokens")
+        if len(self.prompts) * self.n > MAX_PROMPTS:
+            raise RequestError(f"There can be at most {MAX_PROMPTS} samples of all prompts together.", "n")
         if self.best_of is not None and self.best_of != self.n:
             raise RequestError("`best_of` must equal `n`: all samples are returned.", "best_of")
         return self
@@ -377,6 +379,8 @@ def parse_body(kind: type[BodyType], raw: bytes, models: Sequence[str]) -> BodyT
     Raises RequestError if the body is invalid. The error names the parameter.
     """
     fields = {key: value for key, value in parse_json(raw).items() if value is not None}
+    if fields.get("model") == "":  # the default model, as in vLLM
+        del fields["model"]
     name = fields.get("model", models[0])
     if name not in models:
         raise unknown_model(name if isinstance(name, str) else "", models)

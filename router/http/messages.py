@@ -19,7 +19,9 @@ from shared.errors import RequestError
 
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_CALLS = 2048, 1024, 256, 256
 MAX_NAME, MAX_DEPTH = 64, 32
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+# The name of a function. Some models write it before a ":", so it cannot contain this character.
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+Ignored = Annotated[Any, Field(description="Accepted and ignored.", exclude=True)]
 Id = Annotated[str, Field(min_length=1, max_length=256)]  # the id of a call, of an answer, or of a part of an answer
 
 
@@ -83,8 +85,9 @@ class FunctionDefinition(StrictModel):
 class ToolDefinition(StrictModel):
     """An entry of `tools`."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionDefinition
+    cache_control: Ignored = None
 
     def plain(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates expect."""
@@ -108,18 +111,16 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class FunctionCall(StrictModel):
-    """A call that the model requested. `arguments` is a JSON object as a string; an empty string means `{}`.
-    OpenAI's client adds `parsed_arguments`, which has no effect."""
+    """A call that the model requested. `arguments` is a JSON object as a string. As in vLLM, any other string means
+    `{}`, so that a conversation can continue after a malformed call. OpenAI's client adds `parsed_arguments`."""
 
     name: FunctionName
     arguments: str
-    parsed_arguments: Annotated[Any, Field(description="Accepted and ignored.")] = None
+    parsed_arguments: Ignored = None
 
     def parsed(self) -> dict[str, Any]:
-        """Return the arguments. Raises PydanticCustomError if they are not a JSON object or are nested too deeply."""
-        value = object_in(self.arguments or "{}")
-        if value is None:
-            raise PydanticCustomError("arguments", "`arguments` must be a JSON object as a string")
+        """Return the arguments. Raises PydanticCustomError if they are nested too deeply."""
+        value = object_in(self.arguments) or {}
         check_depth(value)
         return value
 
@@ -139,10 +140,18 @@ class ToolCall(StrictModel):
 
 
 class TextPart(StrictModel):
-    """A part of a message's content."""
+    """A text in a message's content. As in vLLM, a part of the type `refusal` or `thinking` is a text too."""
 
     type: Literal["text"]
     text: str
+    cache_control: Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_text(cls, value: object) -> object:
+        if isinstance(value, dict) and (kind := value.get("type")) in ("refusal", "thinking"):
+            return {"type": "text", "text": value.get(kind)}
+        return value
 
 
 def check_url(url: object) -> object:
@@ -165,12 +174,18 @@ class ImagePart(StrictModel):
 
     type: Literal["image_url"]
     image_url: ImageUrl
+    cache_control: Ignored = None
 
 
 def tag_of(value: Any, default: str = "") -> str:
     """Return the tag by which pydantic finds the type of a value in a union. The tag is a "~" followed by the value's
     `type`. In the location of an error, the "~" distinguishes tags from fields."""
     return "~" + str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", ""))
+
+
+def _tag_of_part(value: Any) -> str:
+    tag = tag_of(value)
+    return "~text" if tag in ("~refusal", "~thinking") else tag
 
 
 Listed = TypeVar("Listed")
@@ -181,9 +196,9 @@ TextOr = Annotated[
 ]
 ContentPart = Annotated[
     Annotated[TextPart, Tag("~text")] | Annotated[ImagePart, Tag("~image_url")],
-    Discriminator(tag_of, "part", "must be a text or an image_url"),
+    Discriminator(_tag_of_part, "part", "must be a text or an image_url"),
 ]
-Content = str | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+Content = str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 def _check_not_null(content: object) -> object:
@@ -208,6 +223,7 @@ class ChatMessage(StrictModel):
         if not isinstance(value, dict):
             return value
         fields = {key: field for key, field in value.items() if field is not None or key == "content"}
+        fields.pop("cache_control", None)  # every prefix is cached
         if fields.get("function_call") or fields.get("role") == "function":
             raise PydanticCustomError("functions", "uses functions, which are not supported; use `tools`")
         if fields.get("role") == "assistant":  # fields of an answer that the client sends back

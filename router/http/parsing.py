@@ -297,11 +297,11 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
 
 
 def _too_long(num_tokens: str, model: ModelCard, param: str) -> RequestError:
-    return RequestError(
-        f"{_CONTEXT} {model.max_model_len} tokens, including the answer; the prompt has {num_tokens} tokens.",
-        param,
-        "context_length_exceeded",
-    )
+    """Return the error for a prompt that does not fit. Its end is Anthropic's text, at which coding agents compact a
+    conversation."""
+    most = model.max_model_len - 1
+    end = f"the prompt is too long: {num_tokens} tokens > {most} maximum"
+    return RequestError(f"{_CONTEXT} {most + 1} tokens, including the answer; {end}", param, "context_length_exceeded")
 
 
 def _sampling(body: CompletionBody | ChatBody, model: ModelCard) -> SamplingParams:

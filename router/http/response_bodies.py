@@ -43,7 +43,6 @@ from router.http.messages import (
     NamedChoice,
     StrictModel,
     TextOr,
-    ToolDefinition,
     check_depth,
     check_url,
     tag_of,
@@ -147,6 +146,7 @@ class CallItem(ResponseItem):
     type: Literal["function_call"]
     call_id: Id
     name: FunctionName
+    namespace: FunctionName | None = None
     arguments: str
 
     @model_validator(mode="after")
@@ -193,17 +193,45 @@ Item = Annotated[
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ResponseTool(FunctionDefinition):
-    """An entry of `tools`."""
+class FunctionTool(FunctionDefinition):
+    """A function in `tools` or in a namespace."""
 
     type: Literal["function"]
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, value: object) -> object:
-        if isinstance(value, dict) and value.get("type") != "function":
-            raise PydanticCustomError("tool", "must have the type `function`: the server runs no tools of its own")
-        return value
+
+class NamespaceTool(StrictModel):
+    """A group of functions. As in vLLM, the model gets each function with the name `namespace__name`."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class WebSearchTool(StrictModel):
+    """A search of the server. As in vLLM, it has no effect: the model does not get it, because the server runs no tools
+    of its own. OpenAI's Codex CLI sends it by default."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["web_search", "web_search_preview"]
+
+
+ResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("~function")]
+    | Annotated[NamespaceTool, Tag("~namespace")]
+    | Annotated[WebSearchTool, Tag("~web_search")],
+    Discriminator(
+        lambda value: tag_of(value).removesuffix("_preview"),
+        "tool",
+        "must have the type function or namespace: the server runs no tools of its own",
+    ),
+]
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return the name of a function for the model."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 class ReasoningOptions(StrictModel):
@@ -282,6 +310,17 @@ class ResponsesBody(GenerateBody):
         return self.input
 
     @property
+    def functions(self) -> list[tuple[str | None, FunctionTool]]:
+        """The functions in `tools`, each with its namespace."""
+        found: list[tuple[str | None, FunctionTool]] = []
+        for tool in self.tools:
+            if isinstance(tool, NamespaceTool):
+                found += [(tool.name, each) for each in tool.tools]
+            elif isinstance(tool, FunctionTool):
+                found.append((None, tool))
+        return found
+
+    @property
     def has_logprobs(self) -> bool:
         return "message.output_text.logprobs" in self.include
 
@@ -292,7 +331,10 @@ class ResponsesBody(GenerateBody):
         a field is invalid."""
         fields = {name: getattr(self, name) for name in self.model_fields_set & GenerateBody.model_fields.keys()}
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.tools]
+        tools = [
+            tool.model_dump(exclude_unset=True, exclude={"type"}) | {"name": flat_name(namespace, tool.name)}
+            for namespace, tool in self.functions
+        ]
         if self.text.format is not None:
             if self.response_format is not None:
                 raise RequestError("Give `text.format` or `response_format`, not both.", "text.format")
@@ -314,7 +356,7 @@ class ResponsesBody(GenerateBody):
                 "chat_template_kwargs": self.chat_template_kwargs,
                 "reasoning_effort": self.reasoning.effort,
                 "parallel_tool_calls": self.parallel_tool_calls,
-                "tools": [ToolDefinition.model_validate({"type": "function", "function": tool}) for tool in tools],
+                "tools": [{"type": "function", "function": tool} for tool in tools],
                 "tool_choice": choice,
                 "logprobs": self.has_logprobs,
                 "top_logprobs": self.top_logprobs if self.has_logprobs else None,
@@ -381,7 +423,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
             case MessageItem():
                 last["content"] = "\n".join(filter(None, (last["content"], text_of(item.content))))
             case CallItem():
-                function = {"name": item.name, "arguments": item.arguments}
+                function = {"name": flat_name(item.namespace, item.name), "arguments": item.arguments}
                 last.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
             case ReasoningItem():
                 last["reasoning_content"] = "".join(part.text for part in item.content or item.summary)

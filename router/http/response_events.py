@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.http.output import TextDelta
-from router.http.response_bodies import ResponsesBody
+from router.http.response_bodies import FunctionTool, ResponsesBody, flat_name
 from router.http.responses import chat_logprobs, namer
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parser import AnswerPart, call_id
@@ -28,6 +28,12 @@ class ResponseEvents:
         self.is_complete = False
         self._tokenizer = tokenizer
         self._body = body
+        # The fields of the functions in namespaces, keyed by their names for the model.
+        self._names = {
+            flat_name(namespace, tool.name): {"namespace": namespace, "name": tool.name}
+            for namespace, tool in body.functions
+            if namespace is not None
+        }
         self._number = 0
         self._num_prompt = num_prompt
         self._num_generated = self._num_reasoning = 0
@@ -55,7 +61,10 @@ class ResponseEvents:
             "temperature": body.temperature,
             "text": {"format": _format(body), "verbosity": body.text.verbosity or "medium"},
             "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-            "tools": [{"strict": False} | tool.model_dump(exclude_none=True) for tool in body.tools],
+            "tools": [
+                ({"strict": False} if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True)
+                for tool in body.tools
+            ],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation,
@@ -169,7 +178,7 @@ class ResponseEvents:
                 item |= {"summary": [], "content": [], "encrypted_content": None}
             case _:
                 identity = call_id(self._tokenizer.syntax.id_form, response_id, 0, part.number, part.text)
-                item |= {"name": part.text, "arguments": "", "call_id": identity}
+                item |= self._names.get(part.text, {"name": part.text}) | {"arguments": "", "call_id": identity}
         output.append(item)
         self._item = item
         added = self._event("response.output_item.added", output_index=len(output) - 1, item=_copy(item))

@@ -17,7 +17,7 @@ from router.text.tool_parser import AnswerPart, call_id
 from shared.rpc.messages import Logprobs
 
 DONE = b"data: [DONE]\n\n"
-LONG_LIST = 512  # a longer list is encoded 64 items at a time; `choices` is never longer (64 prompts, 8 samples)
+LONG_LIST = 512  # a longer list is encoded 64 items at a time; `choices` is never longer (MAX_PROMPTS)
 FLOOR = -9999.0  # replaces lower logprobs, as in vLLM, because JSON has no -Infinity
 
 

@@ -23,7 +23,7 @@ MAX_REFERENCES = 8  # maximum length of a chain of references between schemas
 MAX_HEADER = 256  # maximum number of characters before a call's arguments; a longer text is not a call
 # The text of a malformed call is searched again for calls, up to this number of characters in an answer.
 MAX_SEARCHED_AGAIN = 1 << 20
-NAME = re.compile(r"[\w.-]{1,64}")
+NAME = re.compile(r"[\w.-]{1,128}")
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 BARE_KEY = re.compile(r'([{,]\s*)([^\s{}\[\],:"]+)\s*:')

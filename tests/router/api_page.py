@@ -80,18 +80,23 @@ GETS_OF_RESPONSES = {  # served by router/http/responses_api.py
     "GET /health, /ping, /metrics, /events, /docs, /openapi.json": "",
 }
 NOTES = {
-    "/v1/completions": "OpenAI's completions API. By default, `max_tokens` is 16, as in OpenAI's API and vLLM.\n\n"
+    "/v1/completions": "OpenAI's completions API. By default, `max_tokens` is 16, as in OpenAI's API and vLLM. "
+    "There can be at most 512 samples of all prompts together.\n\n"
     "In all APIs, as in vLLM, an answer ends at the latest where the model's context is full, even if `max_tokens` allows "
     "more. Only a `max_tokens` that exceeds the whole context is refused.",
     "/v1/chat/completions": "OpenAI's chat completions API. Without `max_tokens`, only the model's context limits the "
-    "length of an answer.",
+    "length of an answer. As in vLLM, the text of a content part of the type `refusal` or `thinking` is a text of the "
+    "message, and arguments of an earlier call that are not a JSON object count as `{}`.",
     "/v1/responses": "OpenAI's Responses API. `background`, `previous_response_id` and `store` require `--responses-store` "
     '([stored responses](operations.md#stored-responses)). With `truncation: "auto"`, the oldest turns of a conversation '
-    "that is too long are left out; instructions and the last turn are kept.",
+    "that is too long are left out; instructions and the last turn are kept. As in vLLM, the model "
+    "gets each function of a `namespace` with the name `namespace__name`, and a tool of the type `web_search` has no "
+    "effect, because the server runs no tools.",
     "/v1/messages": "Anthropic's Messages API. In answers, the `signature` of thinking blocks is empty. `budget_tokens` "
     "of `thinking` does not limit the reasoning, and `display` does not hide it. A message of the role `system` that "
     "follows another message becomes a part of the user's turn. A text block of `system` that begins with "
-    "`x-anthropic-billing-header` is dropped, as in vLLM.",
+    "`x-anthropic-billing-header` is dropped, as in vLLM. Images in a `tool_result` follow the results in the message of "
+    "the user.",
     "/v1/messages/count_tokens": "Counts the tokens of the prompt in a request for `/v1/messages`.",
     "/v1/embeddings": "OpenAI's embeddings API. It requires an embedding model ([embeddings](embeddings.md)).",
     "/v1/rerank": "The rerank API of vLLM, Jina and Cohere. `/rerank` and `/v2/rerank` are the same endpoint.",

@@ -420,6 +420,7 @@ async def test_health_status_and_models(client, dispatcher):
     (card,) = (await client.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"], card["created"]) == ("tiny", 200, 7)
     assert (await client.get("/v1/models/tiny")).json() == card
+    assert (await client.get("/v1/models/")).json()["data"] == [card]
     assert (await client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
 
 
@@ -471,6 +472,12 @@ async def test_an_unknown_path_or_method_is_an_error_that_names_what_exists(clie
     assert (response.status_code, response.headers["allow"], error["code"]) == (405, "POST", "method_not_supported")
     assert error["message"] == "/v1/chat/completions does not support GET; use POST."
     assert (await client.put("/ping")).json()["error"]["message"].endswith("use GET or HEAD or POST.")
+
+
+async def test_a_path_with_a_trailing_slash_is_redirected(client):
+    response = await client.post("/v1/completions/?a=b", json={"prompt": "x"}, follow_redirects=False)
+    assert (response.status_code, response.headers["location"]) == (307, "/v1/completions?a=b")
+    assert (await client.post("//v1/completions/", json={})).status_code == 404
 
 
 async def test_the_documentation_is_a_page_without_scripts_or_other_resources(client):

@@ -232,6 +232,23 @@ def anthropic_chat(url: str, role: str = "user") -> ChatBody:
     return validated(ChatBody, parse_body(MessagesBody, json.dumps(body).encode(), ["m"]).chat_fields())
 
 
+def test_images_in_the_result_of_a_call_follow_it_in_a_message_of_the_user() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    use = {"type": "tool_use", "id": "t", "name": "read", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "1 page"}, image]}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "b"}]},
+    ]
+    body = json.dumps({"model": "m", "max_tokens": 9, "messages": messages}).encode()
+    chat = validated(ChatBody, parse_body(MessagesBody, body, ["m"]).chat_fields())
+    assert [message.plain()["content"] for message in chat.messages[2:]] == [
+        "1 page",
+        [{"type": "image"}, {"type": "text", "text": "b"}],
+    ]
+
+
 @pytest.mark.parametrize(
     ("chat", "named", "param"), [(responses_chat, of_responses, "input"), (anthropic_chat, of_anthropic, "messages")]
 )

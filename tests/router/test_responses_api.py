@@ -174,9 +174,11 @@ BAD = [
     ({"input": [USER | {"extra": 1}]}, "input[0].extra"),
     ({"input": [USER, RESULT]}, "input[1].call_id"),
     ({"input": [USER, CALL | {"call_id": "c2"}, RESULT]}, "input[2].call_id"),
-    ({"input": [USER, CALL | {"arguments": "[]"}]}, "input[1]"),
+    ({"input": [USER, CALL | {"arguments": '{"a":' * 33 + "1" + "}" * 33}]}, "input[1]"),
     ({"input": [USER, CALL | {"name": "a b"}]}, "input[1].name"),
-    *[({"tools": [tool]}, "tools[0]") for tool in ({"type": "web_search"}, {"type": "mcp", "name": "f"})],
+    *[({"tools": [tool]}, "tools[0]") for tool in (5, {"type": "mcp", "name": "f"})],
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [TOOL, {"type": "namespace"}]}]}, "tools[0].tools[1]"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [TOOL | {"name": "x" * 127}]}]}, "tools[0].name"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
     ({"tools": [TOOL | {"strict": True, "parameters": {"not": {}}}]}, "tools[0].parameters"),
     *[({"tool_choice": choice}, "tool_choice") for choice in ("required", {"type": "function", "name": "f"})],
@@ -212,6 +214,25 @@ async def test_a_bad_parameter_is_rejected_by_name(client, hermes, fields, param
     assert raised.value.param == param
     assert not any(name in raised.value.message for name in ("`response_format", "].function."))  # names in chats
     assert len(raised.value.message) < 300
+
+
+async def test_the_tools_of_a_coding_agent_are_accepted(client, hermes):
+    """The model gets `namespace__name` for a function in a namespace. The client gets and sends both fields."""
+    answer = '<tool_call>{"name": "agents__spawn", "arguments": {}}</tool_call>'
+    openai_client, dispatcher = await client(hermes, answer)
+    spawn = {"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}
+    agents = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [spawn]}
+    search = {"type": "web_search", "external_web_access": False}
+    fields: dict[str, Any] = {"model": "tiny", "tools": [TOOL, agents, search]}
+    response = await openai_client.responses.create(input="x", **fields)
+    (call,) = response.output
+    assert (call.namespace, call.name) == ("agents", "spawn")
+    assert [tool.type for tool in response.tools] == ["function", "namespace", "web_search"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    await openai_client.responses.create(input=[USER, call, result], **fields)
+    prompt = hermes.decode(dispatcher.answers[-1].request.prompt, skip_special_tokens=False)
+    assert prompt.count('"name": "agents__spawn"') == 2, "in the list of tools and in the earlier call"
+    assert "web_search" not in prompt
 
 
 async def test_formats_and_choices_reach_the_grammar(client, hermes):

@@ -7,6 +7,7 @@ from engine.media import ImageSupport
 from engine.models.spec import AttentionSpec, ModelConfig
 from engine.runner import Runner, TorchRunner
 from engine.startup import stage
+from engine.weights import is_gguf
 from shared.images import read_image_rules
 
 log = logging.getLogger("baton.engine")
@@ -26,6 +27,8 @@ def use_images(runner: Runner, path: Path, config: ModelConfig, max_step_tokens:
             return None
         if any(0 < spec.window < rules.tokens for spec in config.attention if isinstance(spec, AttentionSpec)):
             raise ValueError(f"{path}: the window is smaller than the {rules.tokens} tokens of an image")
+        if is_gguf(path):
+            raise ValueError(f"{path}: a GGUF file contains only the text model; use safetensors")
         from engine.foreign.vision import VisionEncoder  # transformers or Pillow may not be installed
 
         with stage("loading the vision module", "take a smaller model"):

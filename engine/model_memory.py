@@ -6,7 +6,7 @@ from pathlib import Path
 from engine.formats.scheme import read_scheme
 from engine.models.families.listing import parts_of
 from engine.models.spec import ModelConfig
-from engine.weights import GGUF, stored_dtype, weight_bytes, weight_files
+from engine.weights import is_gguf, stored_dtype, weight_bytes
 from scheduler.geometry import Geometry, Group
 from shared.kv.layout import KVLayout
 
@@ -57,7 +57,7 @@ def log_table(rows: dict[str, str]) -> None:
 
 
 def _format(path: Path) -> str:
-    if weight_files(path)[0].suffix == GGUF:
+    if is_gguf(path):
         return "GGUF"
     scheme = read_scheme(path)
     return stored_dtype(path) if scheme is None else f"quantized ({scheme.method}, {scheme.bits} bits)"

@@ -30,7 +30,8 @@ WORD_BITS = 32
 # a grammar together exceed this time by MAX_EXCESS_S, the grammar's requests fail, because they delay other requests.
 # The excess falls by FORGIVEN_S per second. Later requests with this grammar may therefore succeed.
 ROW_S, MAX_EXCESS_S, FORGIVEN_S = 0.002, 2.0, 0.02
-LEXER_IS_FULL = "too many states"  # part of an error of llguidance
+LEXER_IS_FULL = "lexer error: too many"  # part of the errors of llguidance for too many states, or too many new ones
+AT_ONCE = 32  # number of tokens to read between two masks, because llguidance limits the new states between two masks
 # For each value of a byte of a mask, the limits (inf or -inf) on the logits of the byte's 8 tokens, float32 [256, 8].
 LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 LIMITS = LIMITS.astype(np.float32)
@@ -63,10 +64,15 @@ class TokenMatcher:
             same = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), len(generated))
             self.matcher.rollback(len(seen) - same)
             del seen[same:]
-        new = list(generated[same:])
-        count = self.matcher.try_consume_tokens(new) if new else 0
-        seen += new[:count]
-        return count == len(new)
+        for begin in range(same, len(generated), AT_ONCE):
+            if begin > same:
+                self.matcher.compute_bitmask()
+            new = list(generated[begin : begin + AT_ONCE])
+            count = self.matcher.try_consume_tokens(new)
+            seen += new[:count]
+            if count < len(new):
+                return False
+        return True
 
     def fill(self, words: IntArray, index: int, generated: Sequence[int]) -> bool:
         """Set the bits of the tokens that may follow `generated` in row `index` of `words`. Return False, without

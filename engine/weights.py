@@ -71,6 +71,11 @@ def weight_files(directory: Path) -> list[Path]:
     raise ValueError(f"{directory}: has neither model.safetensors nor {INDEX}")
 
 
+def is_gguf(directory: Path) -> bool:
+    """Return whether the weights are in a GGUF file. Unlike `weight_files`, accept a directory without weights."""
+    return any(directory.glob(f"*{GGUF}")) and weight_files(directory)[0].suffix == GGUF
+
+
 def _inside(directory: Path, name: str, suffix: str = ".safetensors") -> Path:
     """Return the file's path. Raises ValueError if it is not a file with this suffix inside the directory.
 
@@ -109,11 +114,11 @@ def stored_dtype(directory: Path) -> str:
 def stored_vocabulary(directory: Path) -> int | None:
     """Return the number of tokens in the embedding of a GGUF file, or None if the directory has no such file. Some
     converters remove the rows of tokens that the tokenizer lacks."""
-    if not any(directory.glob(f"*{GGUF}")) or (file := weight_files(directory)[0]).suffix != GGUF:
+    if not is_gguf(directory):
         return None
     from engine.formats.gguf import read_entries
 
-    entry = read_entries(file)[1].get("token_embd.weight")
+    entry = read_entries(weight_files(directory)[0])[1].get("token_embd.weight")
     return None if entry is None else entry.shape[0]
 
 

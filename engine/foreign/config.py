@@ -13,6 +13,7 @@ from typing import Any
 from engine.models.config import eos_token_ids
 from engine.models.families import FAMILIES, UNSUPPORTED, read_model_config
 from engine.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from engine.weights import is_gguf
 from shared.config_reader import ConfigReader
 from shared.model_files import read_object
 
@@ -54,6 +55,8 @@ def read_foreign_config(directory: Path) -> ModelConfig:
         keys.refuse("auto_map", "code that comes with a model is never run; use a model without auto_map")
     if keys.values.get("quantization_config"):
         keys.refuse("quantization_config", "quantized checkpoints run only on Baton's own families")
+    if is_gguf(directory):
+        raise ValueError(f"{directory}: GGUF files run only on Baton's own families; use safetensors")
     if keys.values.get("is_encoder_decoder"):
         keys.refuse("is_encoder_decoder", "only decoders are supported")
     if (directory / "adapter_config.json").exists():

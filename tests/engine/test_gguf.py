@@ -1,6 +1,7 @@
 """Test that models in GGUF files generate the same tokens as in transformers, and that malformed files are refused."""
 
 import struct
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,13 +28,16 @@ from transformers import (
     SmolLM3Config,
 )
 
+from engine.foreign.config import choose_config
 from engine.formats.forms import dense
 from engine.formats.gguf import Entry, read_tensor
+from engine.image_support import use_images
 from engine.models.load import load_model
 from engine.weights import check_finite, fingerprint, stored_dtype, tensor_files
 from shared.model_files import resolve
 from tests.engine.build import CPU, generate, torch_runner
 from tests.engine.gguf_files import convert, header, text
+from tests.engine.image_models import CONFIGS, write_files
 from tests.engine.quantized_files import change_config
 
 SIZES: dict[str, Any] = {
@@ -114,9 +118,27 @@ def test_an_unsupported_type_is_refused(directory: Path) -> None:
         load_model(directory, torch.float32, CPU)
 
 
+def test_the_modules_of_transformers_do_not_run_it(directory: Path) -> None:
+    with pytest.raises(ValueError, match="GGUF files run only on Baton's own families; use safetensors"):
+        choose_config(directory, "transformers")
+
+
 def test_the_vocabulary_may_be_smaller_than_that_of_the_config(directory: Path) -> None:
     change_config(directory, vocab_size=100)
     assert load_model(directory, torch.float32, CPU).config.vocab_size == 96
+
+
+def test_a_model_that_takes_images_serves_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = deepcopy(CONFIGS["gemma3"])
+    config.tie_word_embeddings = True
+    convert(transformers.AutoModelForCausalLM.from_config(config.text_config), tmp_path, "F16")
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    write_files("gemma3", tmp_path)
+    model = load_model(tmp_path, torch.float32, CPU)
+    assert use_images(torch_runner(model)[0], tmp_path, model.config, 512) is None
+    assert "images are refused" in caplog.text
+    assert "only the text model" in caplog.text
 
 
 ONE = struct.pack("<IQQ", 3, 1, 0)

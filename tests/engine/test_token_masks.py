@@ -144,6 +144,27 @@ def test_a_request_does_not_fail_when_others_have_filled_its_lexer(
             row.position += 1
 
 
+@pytest.mark.parametrize(("fuel", "names"), [(10_000, {"retried", "other"}), (5_000, {"other"})])
+def test_reading_many_tokens_at_once_fails_neither_the_request_nor_others(
+    fuel: int, names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request does so after a retry on another node. The requests with a grammar share llguidance's limit on the new
+    states between two masks."""
+    monkeypatch.setattr("shared.grammar.LIMITS", LLParserLimits(step_lexer_fuel=fuel, verbose_errors=False))
+    text = "start: /([ab]*a[ab]{30}c)|(.*b.{50}d)|((a|b|ab|ba)*c.{100})/"
+    pick, grammar = Random(1), lark_grammar(f"// {fuel}\n{text}")  # the comment makes the cached grammars differ
+    other = row_of(matcher_of(grammar), [])
+    for _ in range(10):
+        path = [ids_of(pick.choice("ab"))[0] for _ in range(200)]
+        retried = row_of(matcher_of(grammar), path)
+        masks = MaskFiller(1).start([retried, other])()
+        assert masks is not None
+        found = dict(zip(("retried", "other"), allowed_by(masks), strict=True))
+        assert all(found[name] >= {*ids_of("a"), *ids_of("b")} for name in names)
+        other.tokens = [*other.tokens, path[0]]
+        other.position += 1
+
+
 def test_a_stop_token_is_allowed_exactly_where_the_text_is_complete() -> None:
     grammar, stops = lark_grammar('start: "ab" "c"*'), frozenset([END_ID, *ids_of("d")])
     for text, ends in (("", False), ("a", False), ("ab", True), ("abcc", True)):

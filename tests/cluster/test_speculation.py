@@ -92,9 +92,12 @@ def test_answers_are_the_same_with_and_without_guesses(drafter: str, prefill: in
         before = running.settled()
         assert "spec_decode_num_drafts_total{" in running.metrics()
         assert counted(running, "draft_tokens") == 0
-        assert list(pool.map(lambda one: answer(running, *one), asked)) == plain
+        for _ in range(10):  # the number of guesses depends on measured step times: on a busy machine, there are few
+            assert list(pool.map(lambda one: answer(running, *one), asked)) == plain
+            if counted(running, "accepted_tokens") > 5:
+                break
         after = running.settled()
-        assert counted(running, "accepted_tokens") > 5  # the number of guesses depends on measured step times
+        assert counted(running, "accepted_tokens") > 5
         is_right = counted(running, "accepted_tokens") / counted(running, "draft_tokens")
         # The drafter does not know which tokens a grammar forbids.
         assert least < is_right <= most

@@ -1,10 +1,12 @@
-"""Measure two parts of a forward pass on a CPU: the share of a step that recurrences take, and the time of experts,
-compared with a loop that only reads their weights.
+"""Measure two parts of a forward pass on a CPU: the share of a step that recurrent layers take, and the time of
+experts, compared with a loop that only reads their weights.
 
     python -m benchmarks layers
 
-The models have random weights. The step runs one chunk of 512 tokens in a model with the shape of Qwen3.5 0.8B. The
-experts belong to a Qwen3-MoE model, in which each of 8 tokens chooses 8 of 128 experts. The time to read the weights is
+The models have random weights. The step runs one chunk of 512 tokens in a model with the shape of Qwen3.5 0.8B. One
+kernel computes the convolution, the recurrence and the norm of a layer. To measure the recurrence alone, another
+kernel computes the recurrences of as many tokens, layers and heads, without the convolution and the norm. The experts
+belong to a Qwen3-MoE model, in which each of 8 tokens chooses 8 of 128 experts. The time to read the weights is
 measured as the time to sum an array of the same size as the chosen experts' weights.
 """
 
@@ -22,7 +24,9 @@ from benchmarks.models import SHAPES
 from benchmarks.random_model import random_decoder
 from benchmarks.result import Cell, Result, Table, in_turn, median, parser, ratio
 from engine.batch import BlockRows, build
+from engine.cpu.jit import kernel, num_threads, thread_number
 from engine.cpu.malloc import keep_large_blocks, share_one
+from engine.cpu.recurrence_kernels import PIECE, TILE, clear_tile, recur_tokens
 from engine.cpu.selection import attention_on_cpu, kernels_on_cpu, linear_on_cpu
 from engine.kernels import Kernels
 from engine.kv_pool import KVPool
@@ -30,7 +34,7 @@ from engine.models.decoder import Decoder
 from engine.models.experts import Experts
 from engine.models.families import FAMILIES
 from engine.models.kv_places import kv_places
-from engine.models.spec import ModelConfig, MoeSpec
+from engine.models.spec import DeltaSpec, ModelConfig, MoeSpec
 from engine.runner import TorchRunner
 from scheduler.request import Request, Slice, StateUse, Step
 from shared.config_reader import ConfigReader
@@ -49,8 +53,27 @@ QWEN35: dict[str, Any] = {
 }  # fmt: skip
 
 
+@kernel
+def delta_rule(values: Any) -> None:
+    """Compute the recurrences of a layer from inputs in the caches, as the kernel of the whole layer does between the
+    convolution and the norm. `values`: tokens, heads, size of a head, and the threads' scratch memory with its size."""
+    tokens, heads, size = values[0], values[1], values[2]
+    states = values[3] + values[4] * thread_number()
+    rows, results = states + 4 * size * size, states + 4 * size * (size + 3 * PIECE)
+    for _ in range(thread_number(), heads, num_threads()):
+        for column in range(0, size, TILE):
+            clear_tile(states + 4 * column * size, size)
+        for begin in range(0, tokens, PIECE):
+            for column in range(0, size, TILE):
+                recur_tokens(
+                    states + 4 * column * size, min(PIECE, tokens - begin), rows, rows + 4 * size,
+                    rows + 4 * (2 * size + column), 12 * size, results + 4 * column, 4 * size,
+                    results + 4 * PIECE * size, 1, size, size - column, 0.0, 1, 0, 0, size, 0, 0, 0,
+                )  # fmt: skip
+
+
 class RecurrenceClock:
-    """Wraps the kernels of one step, and appends the time of each recurrence to `seconds`."""
+    """Wraps the kernels of one step, and appends the time of each recurrent layer to `seconds`."""
 
     def __init__(self, step: Any, seconds: list[float]) -> None:
         self._step, self._seconds = step, seconds
@@ -66,7 +89,7 @@ class RecurrenceClock:
 
 
 class TimedKernels(Kernels):
-    """Kernels whose steps record the time of each recurrence in `seconds`."""
+    """Kernels whose steps record the time of each recurrent layer in `seconds`."""
 
     name = "timed"
 
@@ -96,14 +119,29 @@ def pool_for(config: ModelConfig, tokens: int) -> KVPool:
     return KVPool(replace(layout, num_blocks=rows), HostMemory(rows, layout.block_bytes), places)
 
 
+def seconds_of_recurrences(layers: int, heads: int, size: int) -> float:
+    """Return the seconds of the recurrences of a step, computed without the rest of their layers."""
+    inputs = torch.randn(PIECE, 3, size)  # queries, keys and values
+    inputs[:, :2] /= inputs[:, :2].norm(dim=-1, keepdim=True)
+    state, results, sizes = torch.zeros(size * size), torch.zeros(PIECE * size), torch.full((2 * PIECE,), 0.5)
+    one = torch.cat([state, inputs.flatten(), results, sizes])
+    scratch = one.repeat(torch.get_num_threads(), 1)
+    began_s = time.perf_counter()
+    for _ in range(layers):
+        delta_rule(TOKENS * heads * size * size, TOKENS, heads, size, scratch.data_ptr(), 4 * len(one))
+    return time.perf_counter() - began_s
+
+
 def recurrence_runs(config: ModelConfig, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of whole steps, and of their recurrences."""
+    """Return the seconds of whole steps, of their recurrent layers, and of the recurrences in these layers."""
+    spec = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, DeltaSpec))
+    assert (spec.key_heads, spec.key_dim) == (spec.value_heads, spec.value_dim)
     pool = pool_for(config, TOKENS)
     kernels = TimedKernels(kernels_on_cpu(config, pool))
     runner = TorchRunner(decoder_of(config), pool, attention_on_cpu("auto", pool), kernels, CPU)
     blocks = list(range(1, 1 + TOKENS // BLOCK_TOKENS))
     state = StateUse(None, tuple(range(len(blocks) + 1, pool.layout.num_blocks)))
-    runs: dict[str, list[float]] = {"step": [], "recurrences": []}
+    runs: dict[str, list[float]] = {"step": [], "layers": [], "recurrences": []}
     for number in range(repeats + 1):
         request = Request("r", list(range(3, 3 + TOKENS)), TOKENS, 1, sampling=SamplingParams(temperature=0))
         request.tables = [blocks]
@@ -112,7 +150,8 @@ def recurrence_runs(config: ModelConfig, repeats: int) -> dict[str, list[float]]
         runner.run(Step(number, [Slice(request, 0, TOKENS, True, 0, state)], []))
         if number:  # the first one is a warm-up
             runs["step"].append(time.perf_counter() - began_s)
-            runs["recurrences"].append(sum(kernels.seconds))
+            runs["layers"].append(sum(kernels.seconds))
+            runs["recurrences"].append(seconds_of_recurrences(len(kernels.seconds), spec.value_heads, spec.value_dim))
     return runs
 
 
@@ -161,16 +200,22 @@ def main() -> None:
     experts = {name: values[1:] for name, values in in_turn(arms, arguments.repeats + 1).items()}
     times = ratio(experts["experts"], experts["reading"])
     recurrences = recurrence_runs(config_of(QWEN35), arguments.repeats)
-    share = ratio(recurrences["recurrences"], recurrences["step"])
-    shares: list[Cell] = [
-        f"recurrences of a step of {TOKENS} tokens, Qwen3.5 0.8B", 1e3 * median(recurrences["recurrences"]),
-        1e3 * median(recurrences["step"]), share, f"≤ {SHARE}", share <= SHARE,
+    share, step = ratio(recurrences["recurrences"], recurrences["step"]), 1e3 * median(recurrences["step"])
+    shares: list[list[Cell]] = [
+        [
+            f"recurrent layers of a step of {TOKENS} tokens, Qwen3.5 0.8B, without their matrices",
+            1e3 * median(recurrences["layers"]), step, ratio(recurrences["layers"], recurrences["step"]), "", None,
+        ],
+        [
+            "of which the recurrences", 1e3 * median(recurrences["recurrences"]), step, share, f"≤ {SHARE}",
+            share <= SHARE,
+        ],
     ]  # fmt: skip
     reading: list[Cell] = [
         f"8 of 128 experts, {MOE_LAYERS} layers, batch {BATCH}; the chosen ones have {num_bytes / 2**20:,.0f} MiB",
         1e3 * median(experts["experts"]), 1e3 * median(experts["reading"]), times, f"≤ {TIMES}", times <= TIMES,
     ]  # fmt: skip
     columns = ["", "part, ms", "step, or reading, ms", "ratio", "goal", ""]
-    what = "Two parts of a pass with random float32 weights: recurrences in a step, and experts against reading them."
-    table = Table(f"on a CPU, {threads} threads", columns, [shares, reading])
+    what = "Parts of a pass with random float32 weights: recurrent layers in a step, and experts against reading them."
+    table = Table(f"on a CPU, {threads} threads", columns, [*shares, reading])
     Result("layers", what, [table], {"recurrences": recurrences, "experts": experts}).finish(arguments.out)

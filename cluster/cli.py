@@ -81,6 +81,7 @@ def _app() -> typer.Typer:
     app.command("secret", help="Write a new secret for the processes of a cluster (--cluster-secret-file).")(_secret)
     app.command("key", help="Create an API key for a tenant: `baton key NAME >> FILE` for --api-keys-file.")(_key)
     app.command("models", help="List the models that Baton serves, or show the memory that one model takes.")(_models)
+    app.command("gguf", help="Make a model directory from a GGUF file.")(_gguf)
     on_ray = typer.Typer(help="Run a cluster on the hosts of a Ray cluster.", no_args_is_help=True)
     start = command_of(RaySettings, "baton ray up", _ray_up, "model")
     on_ray.command("up", help="Start the processes of the cluster that are not running yet.")(start)
@@ -197,6 +198,18 @@ def _models(
     from cluster.models import show_models
 
     return show_models(model, as_markdown=as_markdown)
+
+
+def _gguf(
+    file: Annotated[Path, typer.Argument(help="GGUF file that holds the whole model.", show_default=False)],
+    directory: Annotated[
+        Path | None,
+        typer.Argument(help="New directory; by default, the file's path without .gguf.", show_default=False),
+    ] = None,
+) -> int:
+    from cluster.gguf import make
+
+    return make(file, directory or file.with_suffix(""))
 
 
 ClusterName = Annotated[str, typer.Option("--cluster", envvar="BATON_CLUSTER", help="Name of the cluster.")]

@@ -116,9 +116,9 @@ def stored_vocabulary(directory: Path) -> int | None:
     converters remove the rows of tokens that the tokenizer lacks."""
     if not is_gguf(directory):
         return None
-    from engine.formats.gguf import read_entries
+    from engine.formats.gguf import read_header
 
-    entry = read_entries(weight_files(directory)[0])[1].get("token_embd.weight")
+    entry = read_header(weight_files(directory)[0])[1].get("token_embd.weight")
     return None if entry is None else entry.shape[0]
 
 
@@ -140,9 +140,9 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for file in weight_files(directory):
         if file.suffix == GGUF:
-            from engine.formats.gguf import read_entries
+            from engine.formats.gguf import read_header
 
-            return dict.fromkeys(read_entries(file)[1], file)
+            return dict.fromkeys(read_header(file)[1], file)
         for name in _tensor_names(file):
             if name in files:
                 raise ValueError(f"{file}: tensor {name!r} is also in another file")
@@ -284,9 +284,9 @@ def _check_finite_gguf(file: Path) -> None:
     import torch
 
     from engine.formats.forms import dense
-    from engine.formats.gguf import read_entries, read_tensor
+    from engine.formats.gguf import read_header, read_tensor
 
-    for name, entry in read_entries(file)[1].items():
+    for name, entry in read_header(file)[1].items():
         if not bool(dense(read_tensor(file, entry, torch.device("cpu"))).isfinite().all()):
             raise ValueError(f"{file}: tensor {name!r} holds NaN or infinity; download the model again")
 

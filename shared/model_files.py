@@ -62,8 +62,8 @@ def resolve(model: str) -> Path:
         )
     if path.suffix == ".gguf" and path.is_file():
         raise ValueError(
-            f"model {model!r} is a file; use its directory, with the original model's config.json and "
-            "tokenizer.json in it"
+            f"model {model!r} is a file; make a directory from it with: baton gguf {model}; or use a directory with "
+            "the file and the original model's config.json and tokenizer.json"
         )
     if path.exists() or not HUB_ID.fullmatch(model):
         raise ValueError(f"model {model!r} is neither a directory nor a hub id such as Qwen/Qwen3-0.6B")

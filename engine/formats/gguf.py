@@ -1,4 +1,4 @@
-"""Reads GGUF files (llama.cpp). Only the tensors are used; config.json and tokenizer.json describe the model.
+"""Reads the tensors of GGUF files (llama.cpp). config.json and tokenizer.json in their directory describe the model.
 
 The library gguf knows the names of the tensors and decodes quantized types. Headers are parsed here: gguf's own reader
 takes seconds for the vocabulary, which is not needed. Each length in a header is checked against the size of the file
@@ -38,8 +38,10 @@ FLOATS = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # size of a value of each type
 STRING, ARRAY = 8, 9
+# How `struct` reads a value of each other type.
+FORMS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+Value = str | int | float | None
 MAX_DIMS = 4
 HEADER_BYTES = 2**26  # maximum size of a header, which consists mainly of the tokenizer's vocabulary (a few MiB)
 
@@ -57,6 +59,12 @@ class Entry:
         return Entry(self.kind, self.shape[1:], self.start + index * num_bytes, num_bytes)
 
 
+def decimal(value: float) -> float:
+    """Return the number with the fewest decimal digits that is stored as the same 32-bit float. This is the number that
+    the converter read from config.json."""
+    return float(str(np.float32(value)))
+
+
 class _Header:
     """A cursor over the first bytes of a file. Reading beyond these bytes raises ValueError."""
 
@@ -68,39 +76,47 @@ class _Header:
 
     def skip(self, count: int) -> bytes:
         if count > len(self._data) - self.at:
-            raise ValueError(f"{self.file}: the header is cut off or malformed; download the file again")
+            raise self._malformed()
         self.at += count
         return self._data[self.at - count : self.at]
 
-    def number(self, form: str = "<Q") -> int:
+    def scalar(self, form: str) -> int | float:
         (value,) = struct.unpack(form, self.skip(struct.calcsize(form)))
-        return int(value)
+        return decimal(value) if form == "<f" else value
+
+    def number(self, form: str = "<Q") -> int:
+        return int(self.scalar(form))
 
     def text(self) -> str:
         return self.skip(self.number()).decode(errors="replace")
 
-    def value(self) -> str | int | None:
-        """Read a value. Return a string or a 32-bit integer, and return None for a value of another type."""
+    def value(self) -> Value:
+        """Read a value. Return None for an array."""
         kind = self.number("<I")
         if kind == STRING:
             return self.text()
-        if kind in {4, 5}:
-            return self.number("<I")
-        if kind == ARRAY:
-            kind, count = self.number("<I"), self.number()
-            if kind == STRING:
-                for _ in range(count):
-                    self.skip(self.number())
-                return None
-            self.skip(count * VALUE_BYTES.get(kind, len(self._data)))
-            return None
-        self.skip(VALUE_BYTES.get(kind, len(self._data)))
+        if kind != ARRAY:
+            return self.scalar(self._form(kind))
+        kind, count = self.number("<I"), self.number()
+        if kind == STRING:
+            for _ in range(count):
+                self.skip(self.number())
+        else:
+            self.skip(count * struct.calcsize(self._form(kind)))
         return None
 
+    def _form(self, kind: int) -> str:
+        if kind not in FORMS:
+            raise self._malformed()
+        return FORMS[kind]
 
-def read_entries(file: Path) -> tuple[str, dict[str, Entry]]:
-    """Return the architecture and the tensors of a file. Raises ValueError if the header is malformed, a tensor extends
-    beyond the end of the file, or a tensor's type is not supported."""
+    def _malformed(self) -> ValueError:
+        return ValueError(f"{self.file}: the header is cut off or malformed; download the file again")
+
+
+def read_header(file: Path) -> tuple[dict[str, Value], dict[str, Entry]]:
+    """Return the metadata and the tensors of a file. Arrays in the metadata become None. Raises ValueError if the
+    header is malformed, a tensor extends beyond the end of the file, or a tensor's type is not supported."""
     header = _Header(file)
     if header.skip(4) != b"GGUF" or header.number("<I") not in {2, 3}:
         raise ValueError(f"{file}: not a GGUF file of version 2 or 3")
@@ -130,7 +146,7 @@ def read_entries(file: Path) -> tuple[str, dict[str, Entry]]:
         if not shape or not count or shape[-1] % block or start + offset + num_bytes > size or name in entries:
             raise ValueError(f"{file}: tensor {name[:100]!r} is malformed or cut off; download the file again")
         entries[name] = Entry(kind, shape, start + offset, num_bytes)
-    return str(values.get("general.architecture")), entries
+    return values, entries
 
 
 class GgufCheckpoint:
@@ -145,7 +161,8 @@ class GgufCheckpoint:
     def __init__(self, file: Path, config: ModelConfig, device: torch.device) -> None:
         self._file = file
         self._device = device
-        self._architecture, self._entries = read_entries(file)
+        values, self._entries = read_header(file)
+        self._architecture = values.get("general.architecture")
         self._unused = self._entries.keys() - DERIVED
         self.config = replace(config, tie_word_embeddings=False) if "output.weight" in self._entries else config
         expected = ARCHITECTURES.get(config.architecture)

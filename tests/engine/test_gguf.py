@@ -34,7 +34,6 @@ from engine.formats.gguf import Entry, read_tensor
 from engine.image_support import use_images
 from engine.models.load import load_model
 from engine.weights import check_finite, fingerprint, stored_dtype, tensor_files
-from shared.model_files import resolve
 from tests.engine.build import CPU, generate, torch_runner
 from tests.engine.gguf_files import convert, header, text
 from tests.engine.image_models import CONFIGS, write_files
@@ -179,8 +178,6 @@ def test_a_file_is_found_and_recognized(directory: Path) -> None:
     data = (directory / "model.gguf").read_bytes()
     (directory / "model.gguf").write_bytes(data[:-65] + b"\x01" * 65)
     assert fingerprint(directory) != before
-    with pytest.raises(ValueError, match=r"is a file; use its directory, with .* tokenizer\.json in it"):
-        resolve(str(directory / "model.gguf"))
     (directory / "other.gguf").write_bytes(b"")
     with pytest.raises(ValueError, match="has 2 GGUF files; keep one"):
         load_model(directory, torch.float32, CPU)

@@ -1,11 +1,13 @@
 """Fuzz targets: settings, model files, key files, traces, cost models and event streams."""
 
 import logging
+import struct
 from contextlib import suppress
 
 from compare.load.outcome import CompletionReader, Outcome
 from compare.load.traces import read_trace
 from engine.emulation import load_emulation
+from engine.formats.gguf_config import config_of
 from engine.models.families import read_model_config
 from engine.weights import INDEX, fingerprint, stored_dtype, tensor_files
 from router.http.auth import ApiKeys
@@ -69,9 +71,17 @@ def safetensors_files(data: bytes) -> None:
     stored_dtype(written("weights/model.safetensors", data).parent)
 
 
-@target(header([("a", [2, 32], 2, 0), ("b", [4], 0, 64)], "llama") + bytes(128), rejects=ValueError)
+ONES = struct.pack("<2f", 1.0, 1.0)
+
+
+@target(
+    header([("token_embd.weight", [2, 32], 2, 0), ("rope_freqs.weight", [2], 0, 64)], "llama") + bytes(64) + ONES,
+    rejects=ValueError,
+)
 def gguf_files(data: bytes) -> None:
-    tensor_files(written("gguf/model.gguf", data).parent)
+    file = written("gguf/model.gguf", data)
+    tensor_files(file.parent)
+    config_of(file)
 
 
 @target(TENSORS, rejects=ValueError)

@@ -174,7 +174,7 @@ class Attempt:
     def __init__(self, admitted: AdmittedRequest, sample: SampleState, number: int) -> None:
         self.request = admitted.request
         self.sample = sample
-        self.id = f"{self.request.id}.{sample.index}.{number}"
+        self.id = f"{self.request.id}.{self.request.first_sample + sample.index}.{number}"
         self.is_first = number == 0 and sample.index == 0  # the first attempt of the whole request
         self.prefill: NodeConnection | None = None
         self.decode: NodeConnection | None = None

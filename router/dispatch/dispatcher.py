@@ -315,7 +315,8 @@ class Dispatcher:
         """Send the attempt. The message contains a decode node's address only if a prefill node computes the prompt."""
         request, sample, prefill, decode = attempt.request, attempt.sample, attempt.prefill, attempt.decode
         assert decode is not None
-        sampling = replace(request.sampling, seed=(request.sampling.seed + sample.index * SEED_STEP) % 2**63)
+        seed = request.sampling.seed + (request.first_sample + sample.index) * SEED_STEP
+        sampling = replace(request.sampling, seed=seed % 2**63)
         if sample.index or sample.tokens:  # prompt logprobs are delivered only with the first token of sample 0
             sampling.prompt_logprobs = None
         submit = SubmitRequest(

@@ -47,8 +47,9 @@ class ModelCard:
 @dataclass(slots=True)
 class GenerationRequest:
     """One prompt and the parameters of its `n` samples. The request is valid: every token id is in the vocabulary, and
-    the prompt and the answer fit the model's context. The dispatcher derives the seed of sample i from `sampling.seed`
-    and i."""
+    the prompt and the answer fit the model's context. All samples are admitted at once, so the many samples of a client
+    are divided into several requests with the same id and prompt, each of which continues at sample `first_sample`. The
+    dispatcher derives the seed of a sample from `sampling.seed` and the sample's number."""
 
     id: str
     prompt: list[int]
@@ -57,6 +58,7 @@ class GenerationRequest:
     min_tokens: int = 0
     stop_tokens: frozenset[int] = frozenset()
     n: int = 1
+    first_sample: int = 0
     salt: bytes = b""
     priority: int = 0  # smaller numbers run first
     share_prefix: bool = True

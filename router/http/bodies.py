@@ -33,7 +33,7 @@ from router.text.chat_template import Argument
 from shared.errors import RequestError
 from shared.limits import INT32_MAX, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS
 
-MAX_PROMPTS, MAX_SAMPLES = 512, 8  # MAX_PROMPTS also limits the number of samples of all prompts together
+MAX_PROMPTS, MAX_SAMPLES = 512, 128  # MAX_PROMPTS also limits the number of samples of all prompts together
 MAX_LISTED = 8  # maximum number of models that an error lists
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
 MAX_TEMPLATE_ARGUMENTS = 32

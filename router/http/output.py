@@ -60,6 +60,9 @@ class PromptOutput:
     """A prompt, and the part of the output that is the same for all its choices."""
 
     request: GenerationRequest
+    first_choice: int = 0
+    first: "PromptOutput | None" = None  # the output with the prompt's first samples, if these are further samples
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)  # a sample has tokens
     cached_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
     has_logprobs: asyncio.Event = field(default_factory=asyncio.Event)
@@ -175,13 +178,17 @@ class RequestOutput:
     ) -> None:
         """`arrived` is the time at which the request arrived, on the monotonic clock."""
         self.id = request_id
-        self.prompts = [PromptOutput(request) for request in requests]
-        self.choices = [
-            OutputProcessor(number * body.n + index, prompt, tokenizer, body, metrics.pace(arrived))
-            for number, prompt in enumerate(self.prompts)
-            for index in range(body.n)
-        ]
-        self.num_prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.prompts: list[PromptOutput] = []
+        self.choices: list[OutputProcessor] = []
+        for request in requests:
+            begin = len(self.choices)
+            before = self.prompts[-1] if request.first_sample else None
+            prompt = PromptOutput(request, begin, before and (before.first or before))
+            self.prompts.append(prompt)
+            for index in range(begin, begin + request.n):
+                self.choices.append(OutputProcessor(index, prompt, tokenizer, body, metrics.pace(arrived)))
+        self._num_samples = body.n
+        self.num_prompt_tokens = sum(len(prompt.request.prompt) for prompt in self.prompts if prompt.first is None)
         self.num_generated = 0  # tokens that were yielded to the handler
         self.is_refused = False  # the request was refused before any node received it
         self._metrics = metrics
@@ -192,7 +199,7 @@ class RequestOutput:
 
     @property
     def num_cached(self) -> int:
-        return sum(prompt.cached_tokens for prompt in self.prompts)
+        return sum(prompt.cached_tokens for prompt in self.prompts if prompt.first is None)
 
     @property
     def ttft_s(self) -> float | None:
@@ -224,9 +231,12 @@ class RequestOutput:
                 for prompt in self.prompts:
                     request = prompt.request
                     waited_s = time.monotonic() - self._arrived
-                    self._observer.accepted(self.id, len(request.prompt), request.n, request.traceparent, waited_s)
+                    size, is_first = len(request.prompt), prompt.first is None
+                    if is_first:
+                        self._observer.accepted(self.id, size, self._num_samples, request.traceparent, waited_s)
                     streams += await admitted.enter_async_context(dispatcher.admit(request))
-                    self._metrics.accepted(len(request.prompt), request.max_tokens)
+                    if is_first:
+                        self._metrics.accepted(size, request.max_tokens)
                 async with aclosing(self._outputs(streams)) as outputs:
                     yield outputs
         except Exception as error:
@@ -262,8 +272,11 @@ class RequestOutput:
         `stream_interval` requires."""
         prompt, is_complete = choice.prompt, False
         held, num_held = list[TextDelta](), 0
+        if prompt.first is not None:  # then its KV is cached
+            await prompt.first.has_begun.wait()
         async for delta in stream:
-            is_first_sample = choice.index % prompt.request.n == 0
+            prompt.has_begun.set()
+            is_first_sample = choice.index == prompt.first_choice
             await prompt.take_logprobs(delta, is_first_sample=is_first_sample)
             if is_first_sample:  # later samples always find the prompt in the cache, because the first has computed it
                 # Cached tokens of the answer, which a retry may find too, do not count.

@@ -26,6 +26,7 @@ from shared.limits import GREEDY_BELOW
 from shared.rpc.messages import Media, SamplingParams, ThinkingBudget, pack_ids
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions, as in OpenAI and vLLM
+ADMITTED_SAMPLES = 8  # maximum number of samples that are admitted at once
 AT_ONCE = 8192  # a text of this many characters takes about 1 ms to encode; a longer text is encoded on a thread
 _CONTEXT = "This model's maximum context length is"  # as in OpenAI's errors; clients such as litellm search for it
 ENCODE_S = 10.0  # time limit for work on a thread, including the time until a thread is free
@@ -78,8 +79,9 @@ async def build_requests(
     adapter: str = "",
     images: ImageReader | None = None,
 ) -> list[GenerationRequest]:
-    """Return one request for each prompt. Raises RequestError if a token id is not in the vocabulary, if the tokens do
-    not fit the model's context, or if `grammars` refuses the grammar of the answers."""
+    """Return the requests for each prompt, with at most ADMITTED_SAMPLES samples each. Raises RequestError if a token
+    id is not in the vocabulary, if the tokens do not fit the model's context, or if `grammars` refuses the grammar of
+    the answers."""
     check_ids(body.stop_token_ids, model, "stop_token_ids")
     sampling = _sampling(body, model)
     check_ids(list(sampling.logit_bias), model, "logit_bias")
@@ -108,7 +110,8 @@ async def build_requests(
             min_tokens=body.min_tokens,
             stop_tokens=stop_tokens,
             sampling=replace(sampling, thinking=_thinking(body, prompt, model, tokenizer)),
-            n=body.n,
+            n=min(body.n - first, ADMITTED_SAMPLES),
+            first_sample=first,
             salt=salt,
             speculative=body.speculative,
             adapter=adapter,
@@ -120,6 +123,7 @@ async def build_requests(
             media=media,
         )
         for number, prompt in enumerate(prompts)
+        for first in range(0, body.n, ADMITTED_SAMPLES)
     ]
     if grammar and body.ignore_eos:  # the answer ends only where the grammar allows no other token
         for request in requests:

@@ -52,6 +52,17 @@ def test_several_samples_cost_one_prefill_and_one_handoff(served: Cluster) -> No
     assert served.nodes()["prefill-0"]["prompt_tokens"] == computed + 128
 
 
+def test_groups_of_samples_wait_until_the_first_group_has_computed_the_prompt(served: Cluster) -> None:
+    prompt, computed = prompt_of(5, 128), served.nodes()["prefill-0"]["prompt_tokens"]
+    answer = served.post("/v1/completions", completion("model", prompt, 6, n=20))
+    assert [choice["index"] for choice in answer["choices"]] == list(range(20))
+    assert all(choice["token_ids"] == expected(prompt, 6) for choice in answer["choices"])
+    assert answer["usage"]["prompt_tokens"] == 128
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    served.settled()
+    assert served.nodes()["prefill-0"]["prompt_tokens"] < computed + 2 * 128
+
+
 def test_the_openai_client_works_with_and_without_streaming(served: Cluster) -> None:
     client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["model"]

@@ -196,6 +196,7 @@ class Stage:
         priority: int = 0,
         slowly: bool = False,
         media: Sequence[Media] = (),
+        first_sample: int = 0,
         **sampling: Any,
     ) -> Reader:
         request = GenerationRequest(
@@ -208,6 +209,7 @@ class Stage:
             tenant=tenant,
             priority=priority,
             media=media,
+            first_sample=first_sample,
         )
         reader = Reader(self.dispatch, request, slowly=slowly)
         await reader.admitted()

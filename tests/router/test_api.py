@@ -71,6 +71,17 @@ async def test_a_completion_is_answered_whole(client, dispatcher, byte_level):
     assert dispatcher.answers[0].closed == 1
 
 
+async def test_many_samples_are_several_requests(client, dispatcher):
+    body = {"prompt": ["ab", "c"], "n": 20, "max_tokens": 99}
+    few, many = [(await client.post("/v1/completions", json=body | {"n": n})).json() for n in (1, 20)]
+    assert [choice["index"] for choice in many["choices"]] == list(range(40))
+    assert many["usage"]["prompt_tokens"] == few["usage"]["prompt_tokens"]
+    assert [(answers.request.n, answers.request.first_sample) for answers in dispatcher.answers[2:]] == [
+        (8, 0), (8, 8), (4, 16), (8, 0), (8, 8), (4, 16),
+    ]  # fmt: skip
+    assert dispatcher.answers[2].request.id == dispatcher.answers[3].request.id
+
+
 @pytest.mark.parametrize("tokens_per_piece", [1, 3])
 @pytest.mark.parametrize("stop", [None, "there", [" ti", "time"], ["zzz"], "🦊"])
 @pytest.mark.parametrize("kind", ["completions", "chat/completions"])

@@ -62,7 +62,7 @@ TEXT_PART = {"type": "text", "text": "x"}
 # Invalid values of parameters that completions and chat completions share. The error names the parameter.
 BAD_VALUES = {
     "max_tokens": (0, -1, 2**31, 2**63, 1.5, "16", True),
-    "n": (0, -1, 9, 10**9, "2", True),
+    "n": (0, -1, 129, 10**9, "2", True),
     "temperature": (-0.1, 2.1, "1", True),
     "top_p": (0, 1.1, -1),
     "top_k": (-2, 2**40, 1.5),

@@ -290,11 +290,11 @@ def _max_tokens(body: GenerateBody, num_prompt: int, model: ModelCard) -> int:
         limit = rest if isinstance(body, ChatBody) else min(rest, max(COMPLETION_TOKENS, body.min_tokens))
     limit = max(limit, 1)  # if the client requests 0 tokens, `OutputProcessor` drops the token
     if limit > context or body.min_tokens > rest:
-        wanted = max(limit, body.min_tokens)
+        wanted, name = (limit, "max_tokens") if limit > context else (body.min_tokens, "min_tokens")
         raise RequestError(
             f"{_CONTEXT} {context} tokens; you requested {num_prompt + wanted}: "
             f"{num_prompt} in the prompt and {wanted} to generate. At most {rest} can be generated.",
-            "max_tokens" if body.token_limit is not None else "min_tokens",
+            name,
             "context_length_exceeded",
         )
     return min(limit, rest)

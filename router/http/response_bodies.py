@@ -151,7 +151,7 @@ class CallItem(ResponseItem):
 
     @model_validator(mode="after")
     def _check_arguments(self) -> "CallItem":
-        FunctionCall(name=self.name, arguments=self.arguments).parsed()
+        FunctionCall(name=flat_name(self.namespace, self.name), arguments=self.arguments).parsed()
         return self
 
 
@@ -329,6 +329,9 @@ class ResponsesBody(GenerateBody):
         `begin` items are left out, unless they are instructions. If the truncation is "auto", further turns may be left
         out, so that the chat has at most MAX_MESSAGES messages. Raises RequestError if a tool result has no call, or if
         a field is invalid."""
+        if (count := len(self.functions)) > MAX_TOOLS:
+            text = f"`tools` has {count} functions, with those in namespaces; at most {MAX_TOOLS} are allowed."
+            raise RequestError(text, "tools", "invalid_value")
         fields = {name: getattr(self, name) for name in self.model_fields_set & GenerateBody.model_fields.keys()}
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         tools = [

@@ -40,7 +40,8 @@ named_parameters = partial(renamed_parameters, PARAMS, images="input", schema="p
 PATH = "/v1/responses/{id}"
 RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 MAX_LIMIT = 100
-MAX_CONTEXT_ITEMS = 4 * MAX_MESSAGES  # a longer conversation would delay all requests of the router
+# Limits of a conversation, because a longer one would delay all requests of the router
+MAX_CONTEXT_ITEMS, MAX_CONTEXT_BYTES = 4 * MAX_MESSAGES, 16 << 20
 ENDINGS = {f"response.{status}" for status in ("completed", "incomplete", "failed", "cancelled")}
 NEEDS_STORE = "needs a store of responses; start the router with --responses-store"
 
@@ -226,6 +227,11 @@ class ResponsesApi:
         if response_id is None:
             return []
         runs, stored = await self._load(response_id, tenant, "previous_response_id")
+        images = self.generation.images
+        most = MAX_CONTEXT_BYTES + (0 if images is None else images.limits.body_bytes)
+        if len(stored.context) + len(stored.body) > most:
+            text = f"The conversation has more than {most >> 20} MiB; start a new one."
+            raise RequestError(text, "previous_response_id", "invalid_value")
         response = (await runs.replay(stored)).events.response
         if response["status"] not in ("completed", "incomplete"):
             text = f"The previous response has the status {response['status']}; it must be completed or incomplete."

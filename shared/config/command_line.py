@@ -189,5 +189,6 @@ def print_settings(settings: Settings, sources: Mapping[str, str]) -> None:
     for name, field in type(settings).model_fields.items():
         value, source = format_value(getattr(settings, name)), sources[name]
         if source == "default":
+            value = "" if NOT_ZERO in field.metadata else value
             source = ": ".join(filter(None, (source, meaning_of(field))))
         print(f"{name} = {hide_password(value) if field.repr or not value else '***'}  # {source}")

@@ -385,6 +385,7 @@ async def requests_of(tokenizer, kind=CompletionBody, **fields):
         ({"prompt": [1] * 5000}, "prompt"),
         ({"prompt": [1] * 60, "max_tokens": 101}, "max_tokens"),
         ({"prompt": [1] * 60, "min_tokens": 41}, "min_tokens"),
+        ({"prompt": [1] * 60, "min_tokens": 41, "max_tokens": 100}, "min_tokens"),
         ({"ignore_eos": True, "max_tokens": 2**31 - 1}, "max_tokens"),
     ],
 )

@@ -176,6 +176,7 @@ BAD = [
     ({"input": [USER, CALL | {"call_id": "c2"}, RESULT]}, "input[2].call_id"),
     ({"input": [USER, CALL | {"arguments": '{"a":' * 33 + "1" + "}" * 33}]}, "input[1]"),
     ({"input": [USER, CALL | {"name": "a b"}]}, "input[1].name"),
+    ({"input": [USER, CALL | {"namespace": "x" * 64, "name": "y" * 64}]}, "input[1].name"),
     *[({"tools": [tool]}, "tools[0]") for tool in (5, {"type": "mcp", "name": "f"})],
     ({"tools": [{"type": "namespace", "name": "a", "tools": [TOOL, {"type": "namespace"}]}]}, "tools[0].tools[1]"),
     ({"tools": [{"type": "namespace", "name": "a", "tools": [TOOL | {"name": "x" * 127}]}]}, "tools[0].name"),
@@ -233,6 +234,13 @@ async def test_the_tools_of_a_coding_agent_are_accepted(client, hermes):
     prompt = hermes.decode(dispatcher.answers[-1].request.prompt, skip_special_tokens=False)
     assert prompt.count('"name": "agents__spawn"') == 2, "in the list of tools and in the earlier call"
     assert "web_search" not in prompt
+
+
+def test_functions_in_namespaces_count_as_tools():
+    functions = [TOOL | {"name": f"f{number}"} for number in range(129)]
+    tools = [{"type": "namespace", "name": name, "tools": functions} for name in ("a", "b")]
+    with pytest.raises(RequestError, match="`tools` has 258 functions, with those in namespaces; at most 256"):
+        ResponsesBody(model="tiny", input="x", tools=tools).to_chat([])
 
 
 async def test_formats_and_choices_reach_the_grammar(client, hermes):

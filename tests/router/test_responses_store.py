@@ -128,9 +128,10 @@ async def test_a_stored_response_can_be_read_continued_and_deleted(client, herme
         await own.responses.create(**HELLO, previous_response_id=first.id)
     assert raised.value.param == "previous_response_id"
     assert (await own.responses.retrieve(second.id)).previous_response_id == first.id
-    monkeypatch.setattr("router.http.responses_api.MAX_CONTEXT_ITEMS", 3)
-    with pytest.raises(openai.BadRequestError, match="more than 3 items"):
-        await own.responses.create(**HELLO, previous_response_id=second.id)
+    for limit, words in (("MAX_CONTEXT_ITEMS", "more than 3 items"), ("MAX_CONTEXT_BYTES", "more than 0 MiB")):
+        monkeypatch.setattr(f"router.http.responses_api.{limit}", 3)
+        with pytest.raises(openai.BadRequestError, match=words):
+            await own.responses.create(**HELLO, previous_response_id=second.id)
     unstored = await own.responses.create(**HELLO, store=False)
     with pytest.raises(openai.NotFoundError):
         await own.responses.retrieve(unstored.id)

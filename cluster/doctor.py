@@ -117,6 +117,8 @@ def computing(settings: DoctorSettings) -> str:
 
         check_gpu("cuda" if settings.device == "auto" else settings.device)
         return ", ".join(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    if reason := BuildOptions.from_settings(settings).unused_gpu:
+        raise CheckWarning(f"nodes compute on the CPU, because {reason}")
     if reason := why_not_compiled():
         raise CheckWarning(f"kernels cannot be compiled ({reason}): torch computes instead, several times slower")
     return f"{len(os.sched_getaffinity(0))} CPUs, kernels can be compiled"

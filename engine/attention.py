@@ -6,7 +6,7 @@ request, therefore cannot affect the result.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,6 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.batch import Batch
 from engine.kv_pool import KVPool
+
+# Maximum number of scores (queries x heads x positions) that the reference computes at once with a mask. On a GPU,
+# torch may store all of these scores. For a chunk after a long context, they would take many GiB.
+MAX_SCORES = 2**26
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,16 +180,12 @@ class TorchPlan:
             keys, values = both.chunk(2, dim=-1)
             if self._scales[layer.index] != (1.0, 1.0):
                 keys, values = keys * self._scales[layer.index][0], values * self._scales[layer.index][1]
-        if layer.softcap or layer.sinks is not None:
-            return _attend_slowly(layer, q, keys, values, reach)
-        return scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            keys[None],
-            values[None],
-            attn_mask=reach.mask,
-            is_causal=reach.causal,
-            enable_gqa=q.shape[1] != len(keys),
-        )[0].transpose(0, 1)
+        if reach.mask is None or len(q) <= (at_once := max(1, MAX_SCORES // (q.shape[1] * reach.length))):
+            return _attend_at_once(layer, q, keys, values, reach)
+        parts = zip(torch.split(q, at_once), torch.split(reach.mask, at_once), strict=True)
+        return torch.cat(
+            [_attend_at_once(layer, some, keys, values, replace(reach, mask=seen)) for some, seen in parts]
+        )
 
     def _plan_window(self, window: int) -> list[_Reach]:
         batch, row = self._batch, 0
@@ -221,8 +221,22 @@ class TorchPlan:
         return _Reach(slice(row, row + end - start), pieces, end - low, mask, causal)
 
 
+def _attend_at_once(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, reach: _Reach) -> Tensor:
+    """Attend. `q` is [T, heads, head_dim]; `keys` and `values` are [kv_heads, length, n]."""
+    if layer.softcap or layer.sinks is not None:
+        return _attend_slowly(layer, q, keys, values, reach)
+    return scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        attn_mask=reach.mask,
+        is_causal=reach.causal,
+        enable_gqa=q.shape[1] != len(keys),
+    )[0].transpose(0, 1)
+
+
 def _attend_slowly(layer: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, reach: _Reach) -> Tensor:
-    """Attend with a soft cap or sinks. `q` is [T, heads, head_dim]; `keys` and `values` are [kv_heads, length, n]."""
+    """Attend with a soft cap or sinks."""
     count, heads, head_dim = q.shape
     grouped = q.view(count, len(keys), -1, head_dim).permute(1, 2, 0, 3).float()
     scores = grouped @ keys[:, None].float().transpose(-1, -2) * head_dim**-0.5  # [kv_heads, group, T, length]

@@ -1,5 +1,6 @@
 """Builds the engine's components: the model, its KV pool, and the runner that uses both."""
 
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -44,6 +45,7 @@ from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
 from shared.model_files import resolve
 
+log = logging.getLogger("baton.engine")
 SMALLER_MODEL = (
     "take a smaller model, or store its weights in fewer bits (--weight-dtype bfloat16, --quantization int8)"
 )
@@ -74,6 +76,8 @@ def _build(options: BuildOptions, borrowed: PoolClient | None) -> EngineComponen
         components = build_on_cuda(replace(options, max_model_len=max_model_len), config, path, gpu)
         check_holds(components.layout, components.groups, options)
         return components
+    if reason := options.unused_gpu:
+        log.warning("--device auto: computing on the CPU, because %s", reason)
     return _build_on_cpu(options, config, path, max_model_len, borrowed)
 
 

@@ -261,11 +261,12 @@ class Engine:
     def _check_device(self) -> None:
         """Raise RuntimeError if a warm-up step fails too: the device is then the cause, and not the requests.
 
-        The error ends the engine before any request is reported as failed, so all requests are retried on other nodes.
+        Only small steps run, because the other requests and the watchdog wait for them. The error ends the engine
+        before any request is reported as failed, so all requests are retried on other nodes.
         """
         self.progress += 1
         try:
-            self._runner.warm_up()
+            self._runner.check()
         except Exception as error:
             raise RuntimeError("the device fails even in a warm-up step") from error
 

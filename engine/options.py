@@ -82,13 +82,14 @@ class BuildOptions:
         """Whether the engine uses a GPU. Imports torch if --device is auto and this machine may have one."""
         if self.emulate or self.runner == "hash" or self.device == "cpu":
             return False
-        if self.device != "auto":
-            return True
-        if not any(Path(name).exists() for name in GPU_FILES):
-            return False
-        import torch
+        return self.device != "auto" or (_may_have_gpu() and not why_no_cuda())
 
-        return torch.cuda.is_available()
+    @property
+    def unused_gpu(self) -> str:
+        """Why --device auto does not use the GPU that this machine may have, or "". Imports torch like `on_gpu`."""
+        if self.emulate or self.runner == "hash" or self.device != "auto" or not _may_have_gpu():
+            return ""
+        return why_no_cuda()
 
 
 def check_options(options: BuildOptions, num_pools: int = 1) -> tuple[Path, ModelConfig]:
@@ -211,12 +212,30 @@ def _vocabulary(path: Path) -> dict[str, int]:
     return dict(tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
 
 
+def _may_have_gpu() -> bool:
+    return any(Path(name).exists() for name in GPU_FILES)
+
+
+def why_no_cuda() -> str:
+    """Return why torch finds no CUDA device, such as a driver that is too old, or "" if it finds one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    reason = ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (AssertionError, RuntimeError) as error:  # AssertionError: torch was built without CUDA
+        reason = f" ({str(error).partition(chr(10))[0]})"
+    return f"torch {torch.__version__} finds no CUDA device{reason}"
+
+
 def check_gpu(name: str) -> None:
     """Raise ValueError if torch finds no CUDA device `name`, such as cuda:0."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch {torch.__version__} finds no CUDA device; use --device cpu")
+    if reason := why_no_cuda():
+        raise ValueError(f"--device {name}: {reason}; use --device cpu")
     if int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, numbered from cuda:0")
 

@@ -86,9 +86,13 @@ class Runner(Protocol):
         outputs = self.run(step)
         return lambda: outputs
 
-    def warm_up(self) -> None:
-        """Run small steps with KV in the dummy block, so that no request waits for one-time work like compilation."""
+    def check(self) -> None:
+        """Run small steps with KV in the dummy block. Raises an exception if the device does not work."""
         return
+
+    def warm_up(self) -> None:
+        """Run steps with KV in the dummy block, so that no request waits for one-time work like compilation."""
+        self.check()
 
 
 def set_ahead(runner: Runner, mode: str, *, speculates: bool = False) -> None:
@@ -174,7 +178,7 @@ class TorchRunner(Runner):
         self._worker = self._worker or ThreadPoolExecutor(1, "device")
         return self._worker.submit(self._pass, step, batch, before is not None).result
 
-    def warm_up(self) -> None:
+    def check(self) -> None:
         """Run a chunk and a decode on the thread that runs passes. Their KV is stored in the dummy block."""
         count = min(WARM_TOKENS, self._model.config.max_position_embeddings)
         request = Request("warm-up", [0] * count, count, 1, sampling=SamplingParams(seed=0))

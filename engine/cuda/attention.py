@@ -174,8 +174,8 @@ class TritonPlan:
 
     def _chunk_splits(self, layer: AttentionLayer, programs: int, queries: int) -> int:
         """Return how many programs share the context of a chunk. The number is above 1 only if `programs` programs
-        would leave at least half of the device idle."""
-        if 2 * programs > PROGRAMS_PER_PROCESSOR * self._backend.processors:
+        would leave more than half of the device idle. In that case, the tiles are the small ones (`_chunk_tile`)."""
+        if 2 * programs >= PROGRAMS_PER_PROCESSOR * self._backend.processors:
             return 1
         most = max(self._batch.starts[index] + count for index, count in self._chunks)
         return self._backend.splits(programs, min(most, layer.window + queries) if layer.window else most)

@@ -82,8 +82,19 @@ class FlashVersion:
     attend: Callable[[Functions, Tensor, Tensor, Tensor, FlashRows, int], Tensor]
     decodes: bool  # whether the generation divides long contexts among processors on Hopper, so that decodes are fast
     runs_on: Collection[int]  # major compute capabilities of GPUs
-    supports: Callable[[int], bool] = lambda size: True  # whether a KV block may have this number of tokens
-    limit: str = ""  # the error message for other block sizes
+    supports: Callable[[KVPool], bool]  # whether the pool's blocks may have their number of tokens
+    limit: str  # the error message for other block sizes
+
+
+def _reads_contexts_only(pool: KVPool) -> bool:
+    """Return whether FlashAttention 3 reads no values beyond the context (see issue 2374 of its repository).
+
+    If the number of tokens in a tile divides the number of tokens in a block, FlashAttention 3 copies whole tiles. The
+    size of its tiles depends on the size of the heads and on whether there is a window.
+    """
+    has_windows = any(group.kind == "window" for group in pool.places.groups)
+    tiles = (96, 112, 128, 144, 160, 192) if pool.layout.head_dim <= 192 else (64, 80) if has_windows else (80,)
+    return all(pool.layout.block_tokens % tile for tile in tiles)
 
 
 HOPPER = 9  # major compute capability
@@ -92,18 +103,20 @@ _VARLEN, _WITH_CACHE = "flash_attn_varlen_func", "flash_attn_with_kvcache"
 GENERATIONS = {  # best first on a Hopper GPU
     FLASH_3: FlashVersion(
         "flash_attn_interface", lambda: importlib.import_module("flash_attn_interface"), (_WITH_CACHE,), _attend_3,
-        True, {HOPPER},
+        True, {HOPPER}, _reads_contexts_only,
+        "FlashAttention 3 reads beyond the context with this --block-size and head_dim: use another block size",
     ),
-    # FlashAttention 4 loads whole blocks of 128 tokens. A NaN that a failed request left in the unused tail of a block
-    # would therefore spread (0 * NaN).
+    # FlashAttention 4 loads whole blocks of 128 tokens. A NaN in the unused tail of a block, such as the bits of a
+    # recurrent state that was stored there, would therefore spread (0 * NaN).
     FLASH_4: FlashVersion(
         "flash_attn.cute", lambda: importlib.import_module("flash_attn.cute"), (_VARLEN,), _attend_4, False,
-        {HOPPER, 10, 11}, lambda size: size != 128,
+        {HOPPER, 10, 11}, lambda pool: pool.layout.block_tokens != 128,
         "FlashAttention 4 reads beyond the context with this --block-size: use another",
     ),
     FLASH_2: FlashVersion(
         "flash_attn", lambda: importlib.import_module("flash_attn"), (_VARLEN, _WITH_CACHE), _attend_2, True,
-        range(8, 13), lambda size: size % 256 == 0, "FlashAttention 2 needs a --block-size that is a multiple of 256",
+        range(8, 13), lambda pool: pool.layout.block_tokens % 256 == 0,
+        "FlashAttention 2 needs a --block-size that is a multiple of 256",
     ),
 }  # fmt: skip
 
@@ -171,7 +184,7 @@ class FlashAttention:
                 f"not {layout.dtype} and {layout.head_dim}: use triton"
             )
         version, functions = GENERATIONS[name], load(name)
-        if not version.supports(layout.block_tokens):
+        if not version.supports(pool):
             raise ValueError(f"--attention-backend flash_attn: {version.limit} (it is {layout.block_tokens})")
         self._pool = pool
         self._attend: FlashAttend = partial(version.attend, functions)

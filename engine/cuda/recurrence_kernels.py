@@ -97,7 +97,7 @@ def _softplus(x):
     return tl.where(x > 20.0, x, tl.where(power < 0.01, small, tl.log(1.0 + power)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def factors(
     result,  # float32 [T, HEADS, 2]
     steps,  # [T, HEADS], or [T, 2 * HEADS] if DELTA

@@ -32,7 +32,9 @@ from shared.rpc.messages import SamplingParams
 Sampler = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 ERRORS = {BROKEN: NUMERICAL, NOTHING_ALLOWED: NO_TOKEN}
 CPU = torch.device("cpu")
-FAR, WARM_COUNT, MANY = 5120, 16, 64  # sizes in the warm-up: longest context, tokens per chunk, chunks per step
+# Sizes in the warm-up: the longest context, the tokens of a short chunk, and the maximum number of chunks in a step. A
+# chunk of 8 tokens or fewer would count as a decode.
+FAR, WARM_COUNT, MANY = 5120, 9, 160
 
 
 @dataclass(slots=True)
@@ -112,14 +114,16 @@ class CudaRunner(TorchRunner):
         """Run steps with long and short contexts, few and many tokens and requests, with and without a logit bias.
 
         These steps differ from the largest step and from the captured steps. They compile kernels that a request could
-        otherwise wait for: attention has different kernels for few, several and many decodes, and further kernels for
-        decodes of several tokens. Graphs of decodes contain only the kernels for the longest context, but a step with
-        a chunk may need any of these kernels. The KV of the warm-up steps is stored in the dummy block.
+        otherwise wait for: attention has different kernels for few, several and many decodes, for decodes of several
+        tokens, and for few and many tiles of chunks. Graphs of decodes contain only the kernels for the longest
+        context, but a step with a chunk may need any of these kernels. The KV of the warm-up steps is stored in the
+        dummy block.
         """
         far = max(0, min(self._buffers.most_tokens, FAR) - WARM_COUNT)
-        many = max(1, min(self._capacity.tokens // WARM_COUNT, MANY))
+        many = max(1, min(self._capacity.tokens // WARM_COUNT, self._capacity.slices, MANY))
+        even = min(self._capacity.tokens // many, self._buffers.most_tokens)
         chunk = (0, WARM_COUNT)
-        mixes = [[(far, WARM_COUNT)], [chunk] * many]
+        mixes = [[(far, WARM_COUNT)], [(0, even)] * many]
         for power in range(self._capacity.slices.bit_length() + 1):
             others = [(0, 1)] * (min(2**power, self._capacity.slices) - 1)
             mixes += [[*some, *others] for at in (0, far) for some in ([(at, 1)], [(at, 2)], [chunk, (at, 1)])]

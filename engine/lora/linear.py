@@ -28,18 +28,21 @@ class AdaptedRows:
 
     tokens: dict[str, Tensor] = field(default_factory=dict)  # digest of an adapter -> row numbers, int64
     logit_rows: dict[str, Tensor] = field(default_factory=dict)
-    begin: int = 0  # index in the batch of the first row that is multiplied; not 0 if an MLP divides a large batch
+    begin: int | None = None  # set while an MLP multiplies only a part of the rows: index of the part's first row
 
     def select(self, batch: Batch, device: torch.device) -> None:
         """Set the rows for a pass over `batch` on `device`."""
-        self.tokens, self.logit_rows, self.begin = {}, {}, 0  # a pass that failed may have left another `begin`
+        self.tokens, self.logit_rows, self.begin = {}, {}, None  # a pass that failed may have left another `begin`
         if not batch.adapters:
             return
         names = sorted({name for name in batch.adapters if name})
         numbers = torch.tensor([names.index(name) if name else -1 for name in batch.adapters])
         owners = numbers.repeat_interleave(torch.tensor(batch.counts))
         for kept, owner in ((self.tokens, owners), (self.logit_rows, owners[batch.logit_rows.cpu()])):
-            kept |= {name: (owner == number).nonzero().flatten().to(device) for number, name in enumerate(names)}
+            kept |= {
+                name: (owner == number).nonzero().flatten().to(device, non_blocking=True)
+                for number, name in enumerate(names)
+            }
 
 
 @dataclass(slots=True)
@@ -56,7 +59,9 @@ class AdaptedLinear(Linear):
         for name, index in (self.rows.logit_rows if self.takes_logit_rows else self.rows.tokens).items():
             if (update := self.updates.get(name)) is None:
                 continue
-            mine = index[(index >= begin) & (index < begin + len(rows))] - begin
+            mine = index  # a mask would make the host wait for a GPU
+            if begin is not None:
+                mine = index[(index >= begin) & (index < begin + len(rows))] - begin
             if len(mine):
                 down, up = update
                 result.index_add_(0, mine, up(down(rows[mine].contiguous())).to(result.dtype))
@@ -75,7 +80,7 @@ class AdaptedMlp(Mlp):
         for begin in range(0, len(rows), MLP_ROWS):
             self.rows.begin, some = begin, rows[begin : begin + MLP_ROWS]
             some.copy_(self.down(kernels.gated(self.gate_up(some), self.activation)))
-        self.rows.begin = 0
+        self.rows.begin = None
         return rows
 
 

@@ -1,6 +1,7 @@
 """Test how a node is built on a fake GPU: the dtype, the memory for KV, and the settings that are rejected."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -296,8 +297,29 @@ def test_float8_is_refused_on_a_cpu_and_on_an_old_gpu(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_device_cuda_is_refused_on_a_machine_without_a_gpu() -> None:
-    with pytest.raises(ValueError, match="finds no CUDA device; use --device cpu"):
+    with pytest.raises(ValueError, match=r"finds no CUDA device .*; use --device cpu"):
         build(OPTIONS)
+
+
+def test_the_reason_why_torch_finds_no_gpu_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> NoReturn:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nadvice")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    words = r"finds no CUDA device \(The NVIDIA driver on your system is too old \(found version 11040\)\.\)"
+    with pytest.raises(ValueError, match=f"^--device cuda: torch .* {words}; use --device cpu$"):
+        build(OPTIONS)
+    options = replace(OPTIONS, device="auto", attention_backend="auto", num_blocks=8, max_model_len=64)
+    for file, warns in (("/nowhere", False), ("/dev/null", True)):
+        monkeypatch.setattr("engine.options.GPU_FILES", (file,))
+        caplog.clear()
+        build(options)
+        found = [each for each in caplog.messages if each.startswith("--device auto: computing on the CPU, because")]
+        assert len(found) == warns
+        assert all(re.search(words, each) for each in found)
 
 
 def test_a_gpu_that_cannot_be_opened_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ runner must generate the tokens of the reference runner, however steps are captu
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from random import Random
 from unittest.mock import Mock
 
@@ -19,6 +20,9 @@ from engine.cuda.runner import CudaRunner
 from engine.cuda.staging import StepBuffers, StepCapacity, StepShape
 from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
+from engine.linear import Plain
+from engine.lora.files import AdapterFiles, LowRank
+from engine.lora.linear import ModelAdapters
 from engine.models.decoder import Decoder
 from engine.models.kv_places import all_in_one_row, kv_places
 from engine.models.spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec
@@ -213,6 +217,24 @@ def test_decodes_come_first_for_any_order_of_slices(model: Decoder) -> None:
     assert [output.tokens for output in outputs] == [output.tokens for output in alone]
 
 
+@pytest.mark.parametrize("captures", CAPTURES)
+def test_requests_with_adapters_get_the_tokens_of_the_reference(captures: str) -> None:
+    model, answers = random_decoder(CONFIG, torch.float32, CPU, deviation=0.3), []
+    runner, blocks, _ = cuda_runner(model, captures)
+    reference, _, their_blocks = torch_runner(model, NUM_BLOCKS, BLOCK_TOKENS)
+    reference.adapters = runner.adapters = ModelAdapters(model, Plain(torch.float32))
+    torch.manual_seed(0)
+    for name in "ab":
+        update = LowRank(torch.randn(4, CONFIG.hidden_size), torch.randn(64, 4))
+        reference.adapters.add(AdapterFiles(name, Path(), {"model.layers.1.self_attn.q_proj": update}))
+    for each, tokens_of in ((runner, blocks), (reference, their_blocks)):
+        requests = requests_of(tokens_of, 1)
+        for index, request in enumerate(requests):
+            request.adapter = ("", "a", "b")[index % 3]
+        answers.append(answer(requests, drive(each, requests, 1, ahead=each is runner))[0])
+    assert answers[0] == answers[1]
+
+
 def test_a_step_is_padded_to_the_next_captured_size(model: Decoder) -> None:
     runner, blocks, _ = cuda_runner(model, "decodes whole")
     passes = runner.passes
@@ -268,11 +290,12 @@ def test_a_pause_is_repeated_in_each_replay() -> None:
 @pytest.mark.parametrize("captures", CAPTURES)
 def test_a_warm_up_touches_the_dummy_block_only(model: Decoder, captures: str) -> None:
     runner, _, pool = cuda_runner(model, captures)
-    pool.tensor[0] = 0
-    runner.warm_up()
-    assert pool.tensor[1:].isnan().all()
-    assert pool.tensor[0].isfinite().all()
-    assert pool.tensor[0].any()
+    for run in (runner.warm_up, runner.check):
+        pool.tensor[0] = 0
+        run()
+        assert pool.tensor[1:].isnan().all()
+        assert pool.tensor[0].isfinite().all()
+        assert pool.tensor[0].any()
 
 
 def test_a_warm_up_draws_with_and_without_adjusted_logits(model: Decoder) -> None:

@@ -18,6 +18,7 @@ from engine.cuda.runner import CudaRunner
 from engine.cuda.selection import attention_on_cuda, block_tokens_on_cuda, flash_attn_here, usable_on_cuda
 from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
+from scheduler.geometry import UNIFORM, Group
 from scheduler.request import Slice
 from shared.kv.layout import KVLayout
 from shared.kv.memory import HostMemory
@@ -123,6 +124,7 @@ def test_layers_that_a_package_does_not_support_are_computed_by_our_backend(name
         ("flash_attn 3", (16, "float32", 32), "16-bit.*use triton"),
         ("flash_attn 3", (16, "float8_e4m3fn", 32), "16-bit.*use triton"),
         ("flash_attn 3", (16, "bfloat16", 20), "multiple of 8"),
+        ("flash_attn 3", (128, "bfloat16", 64), "reads beyond the context.*use another block size .it is 128."),
         ("flash_attn 4", (128, "bfloat16", 32), "use another"),
     ],
 )
@@ -130,6 +132,16 @@ def test_limits_of_a_package_are_reported_in_one_line(name: str, pool: tuple[int
     with pytest.raises(ValueError, match=words) as refused:
         FlashAttention(pool_of(*pool), name)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(("head_dim", "windows"), [(128, True), (256, False), (256, True)])
+def test_auto_does_not_take_flash_attention_3_if_it_reads_beyond_contexts(head_dim: int, windows: bool) -> None:
+    plain = pool_of(64, head_dim=head_dim)
+    groups = (Group("window", 1, 9),) if windows else UNIFORM
+    pool = KVPool(plain.layout, plain.memory, replace(plain.places, groups=groups))
+    taken = attention_on_cuda("auto", pool, triton=False).name == "flash_attn 3"
+    assert taken != (windows and head_dim == 256)
 
 
 @pytest.mark.usefixtures("packages")

@@ -1,6 +1,9 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention import TorchAttention
 from engine.kernels import TorchKernels
@@ -48,6 +51,25 @@ def test_keys_and_values_in_float8(scales: tuple[float, float]) -> None:
         check_attention(TorchAttention(pool), pool, batch_of([(9, 10), (0, 7)], 4, 40, CPU), 4, dtype)
     assert pool.stored(1, torch.tensor([[torch.nan], [1e9]])).float()[0].isnan()
     assert "float8" in pool.layout.describe()
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_the_reference_computes_few_scores_at_once(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk follows a longer context. Because of the soft cap, the scores are a tensor on a CPU too."""
+    computed: set[int] = set()
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._softmax.default and args[0].dtype == torch.float32:
+                computed.add(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr("engine.attention.MAX_SCORES", 1000)
+    pool = pool_of(2, 16, 4, torch.float32, 40, CPU)
+    with Notes():  # type: ignore[no-untyped-call]
+        batch = batch_of([(30, 49)], 4, 40, CPU)
+        check_attention(TorchAttention(pool), pool, batch, 4, torch.float32, window, softcap=2.0)
+    assert 0 < max(computed) <= 1000
 
 
 def test_the_description_of_a_layout_omits_only_the_number_of_blocks() -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.random_model import random_decoder
 from engine.attention import plan_tables
 from engine.batch import BlockRows, build
-from engine.linear import Plain
+from engine.linear import Plain, PlainLinear
 from engine.lora.files import CONFIG, WEIGHTS, AdapterFiles, LowRank, lora_digest, read_lora
-from engine.lora.linear import AdaptedRows, ModelAdapters
+from engine.lora.linear import AdaptedLinear, AdaptedRows, ModelAdapters
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.mlp import MLP_ROWS
@@ -171,6 +172,25 @@ def test_a_failed_step_leaves_no_trace_in_later_steps(tmp_path: Path) -> None:
         first(torch.zeros(2 * MLP_ROWS, model.config.hidden_size), halving)
     first.down = down
     assert torch.equal(logits_of(model, adapted, [("d", row)])[0], expected)
+
+
+@once
+def test_an_update_does_not_wait_for_a_gpu() -> None:
+    """The size of a result must not depend on values on the device."""
+    indexed_by = set()
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.index.Tensor:
+                indexed_by.update(index.dtype for index in args[1])
+            return func(*args, **(kwargs or {}))
+
+    base, down, up = (PlainLinear(torch.ones(size)) for size in ((4, 8), (2, 8), (4, 2)))
+    adapted = AdaptedLinear(base, {"d": (down, up)}, AdaptedRows({"d": torch.tensor([1, 3])}))
+    with Notes():  # type: ignore[no-untyped-call]
+        found = adapted(torch.ones(5, 8))
+    assert found[:, 0].tolist() == [8.0, 24.0, 8.0, 24.0, 8.0]
+    assert indexed_by == {torch.int64}
 
 
 LAYER = "base_model.model.model.layers.0"

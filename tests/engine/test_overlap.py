@@ -3,6 +3,7 @@ a failing step fails only the request that caused it."""
 
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,10 +92,14 @@ def test_a_step_that_fails_once_changes_no_request(model: Decoder, ahead: bool, 
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_request_that_fails_every_pass_fails_alone(model: Decoder, ahead: bool) -> None:
+def test_a_request_that_fails_every_pass_fails_alone(
+    model: Decoder, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of the device does not run the whole warm-up. On a GPU, that takes seconds, and all requests wait."""
     expected = expected_of(model, 8)
     rows = workload(8)
     runner = runner_of(model, 200)
+    monkeypatch.setattr(runner, "warm_up", Mock(side_effect=RuntimeError("a warm-up while requests run")))
     runner.ahead, runner.poison = ahead, "r4"
     drive = Drive(scheduler_of(200), runner, {0: [("add", row) for row in rows]})
     drive.run()

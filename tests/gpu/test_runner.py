@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from engine.cuda.selection import attention_on_cuda, kernels_on_cuda, weights_on
 from engine.cuda.staging import StepCapacity
 from engine.kernels import TorchKernels
 from engine.kv_pool import KVPool
+from engine.linear import Plain
+from engine.lora.files import AdapterFiles, LowRank
+from engine.lora.linear import ModelAdapters
 from engine.models.decoder import Decoder
 from engine.models.kv_places import kv_places
 from engine.models.spec import AttentionSpec, DeltaSpec, LatentSpec, LayerSpec, MlpSpec, MoeSpec
@@ -143,11 +147,17 @@ def test_each_number_of_decodes_replays_a_graph(gpu: CudaAccelerator, model: Dec
     assert ours == decode(requests_of(their_blocks, 7, [GREEDY] * size), known)
 
 
-def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, model: Decoder) -> None:
+@pytest.mark.parametrize("adapter", ["", "a"])
+def test_a_launch_does_not_wait_for_the_device(gpu: CudaAccelerator, adapter: str) -> None:
     """`launch` returns while the device is still busy with earlier work. (A request with a grammar would wait.)"""
-    runner, blocks = cuda_runner(gpu, model, "triton", capture=True)
-    request = blocks.request(range(3, 12), GREEDY)
-    run_step(runner, [piece(request)])
+    decoder = random_decoder(CONFIG, torch.float32, gpu.device, deviation=0.3)
+    runner, blocks = cuda_runner(gpu, decoder, "triton", capture=True)
+    runner.adapters = ModelAdapters(decoder, Plain(torch.float32))
+    update = LowRank(torch.randn(4, CONFIG.hidden_size), torch.randn(64, 4))
+    runner.adapters.add(AdapterFiles("a", Path(), {"model.layers.0.self_attn.q_proj": update}))
+    request = blocks.request(range(3, 12), GREEDY, adapter=adapter)
+    for _ in range(2):  # these steps compile the kernels that the launch needs
+        run_step(runner, [piece(request)])
     torch.cuda._sleep(4_000_000_000)  # clock cycles: about two seconds, longer than `launch` takes
     step = Step(1, [piece(request)], [])
     pending = runner.launch(step)

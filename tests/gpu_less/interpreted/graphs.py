@@ -88,7 +88,7 @@ def test_a_warm_up_launches_every_kernel_of_later_steps(
     pool = pool_of(model, replace(layout_of(model, 90, 16), dtype="float16"))
     attention = TritonAttention(pool, split_tokens=16)
     attention.processors = 8  # the smallest number of programs for several decodes is 4, for many decodes 16
-    capacity = StepCapacity(slices=num_slices, tokens=64, blocks=4, block_tokens=16, tables=pool.places.num_tables)
+    capacity = StepCapacity(slices=num_slices, tokens=80, blocks=4, block_tokens=16, tables=pool.places.num_tables)
     runner = CudaRunner(model, pool, attention, TorchKernels(WINDOWS, pool), CPU, capacity)
     if captures:
         monkeypatch.setattr(FakeGraphPool, "begin", lambda _: Mock())  # graphs that compute nothing
@@ -103,6 +103,7 @@ def test_a_warm_up_launches_every_kernel_of_later_steps(
         [(30, 1)] * 6,
         [(0, 5)] + [(0, 1)] * 5,
         [(0, 12)] + [(0, 1)] * 10,
+        [(40, 10)] * 8,  # as many tiles as processors
     ):
         blocks = Blocks(90, 16, pool.places.groups)
         requests = [blocks.request([1] * (start + count), max_tokens=1) for start, count in mix[:num_slices]]

@@ -85,9 +85,9 @@ async def build_requests(
     check_ids(body.stop_token_ids, model, "stop_token_ids")
     sampling = _sampling(body, model)
     check_ids(list(sampling.logit_bias), model, "logit_bias")
-    if body.allowed_token_ids is not None:
-        check_ids(body.allowed_token_ids, model, "allowed_token_ids")
-        sampling.allowed_tokens = pack_ids(body.allowed_token_ids)
+    if (allowed := body.allowed_token_ids) is not None:
+        check_ids(allowed, model, "allowed_token_ids")
+        sampling.allowed_tokens = pack_ids(allowed)
     if body.bad_words:
         sampling.bad_words = await run_in_thread(identity.tenant, _spellings, body.bad_words, model, tokenizer)
     prompts, media = await _encoded(body, model, tokenizer, images, identity.tenant)
@@ -102,12 +102,13 @@ async def build_requests(
     ignores_eos = body.ignore_eos and not grammar
     stop_tokens = frozenset(body.stop_token_ids) | (frozenset() if ignores_eos else model.eos_ids)
     salt = cache_namespace(identity.tenant, body.cache_salt, adapter)
-    requests = [
+    return [
         GenerationRequest(
             id=f"{request_id}-{number}",
             prompt=prompt,
             max_tokens=_max_tokens(body, len(prompt), model),
-            min_tokens=body.min_tokens,
+            # With a grammar and `ignore_eos`, the answer ends only where the grammar allows no other token.
+            min_tokens=_max_tokens(body, len(prompt), model) if grammar and body.ignore_eos else body.min_tokens,
             stop_tokens=stop_tokens,
             sampling=replace(sampling, thinking=_thinking(body, prompt, model, tokenizer)),
             n=min(body.n - first, ADMITTED_SAMPLES),
@@ -125,10 +126,6 @@ async def build_requests(
         for number, prompt in enumerate(prompts)
         for first in range(0, body.n, ADMITTED_SAMPLES)
     ]
-    if grammar and body.ignore_eos:  # the answer ends only where the grammar allows no other token
-        for request in requests:
-            request.min_tokens = request.max_tokens
-    return requests
 
 
 async def _grammar(

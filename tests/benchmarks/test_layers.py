@@ -9,8 +9,8 @@ from benchmarks.models import SHAPES
 def test_the_time_of_recurrences_is_a_part_of_the_step() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96, "vocab_size": 600}
     runs = layers.recurrence_runs(layers.config_of(layers.QWEN35 | sizes), 2)
-    assert [len(values) for values in runs.values()] == [2, 2]
-    assert all(0 < part < whole for part, whole in zip(runs["recurrences"], runs["step"], strict=True))
+    assert [len(values) for values in runs.values()] == [2, 2, 2]
+    assert all(0 < part < whole for part, whole in zip(runs["layers"], runs["step"], strict=True))
 
 
 def test_as_many_bytes_are_read_as_the_chosen_experts_have() -> None:

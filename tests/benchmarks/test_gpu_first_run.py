@@ -51,6 +51,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return measured(tmp_path_factory.mktemp("gpu"), "decode", "prefill,layers,model,handoff")
 
 
+@pytest.mark.exhaustive
 def test_attention_is_measured_in_both_layouts(tmp_path: Path) -> None:
     found = measured(tmp_path, "decode")
     assert {name for each in found["runs"]["decode"]["runs"].values() for name in each} == {OURS, LAYER_MAJOR}

@@ -45,7 +45,7 @@ def nothing_is_lost(report: Report) -> None:
 
 
 @pytest.mark.parametrize(
-    ("channel", "kind"), thinned([("shm", "states"), ("shm", ""), ("tcp", ""), ("tcp", "windows")], 2)
+    ("channel", "kind"), thinned([("tcp", ""), ("shm", "states"), ("shm", ""), ("tcp", "windows")], 4)
 )
 def test_no_token_is_lost_when_nodes_die_and_freeze(channel: str, kind: str) -> None:
     report = drive(DEATHS, REQUESTS, channel, kind)

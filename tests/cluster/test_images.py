@@ -112,7 +112,8 @@ def test_answers_to_images_are_those_of_transformers_in_both_modes(name: str, tm
                 assert preempted
 
 
-@pytest.mark.parametrize("killed", ["prefill-0", pytest.param("decode-0", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("killed", ["prefill-0", "decode-0"])
 def test_a_request_with_an_image_survives_the_death_of_a_node(killed: str, tmp_path: Path) -> None:
     expected = expected_of("qwen3 vl", tmp_path)
     point = {"decode-0": "decode.token:9@*", "prefill-0": "prefill.after_chunk:3@*"}[killed]

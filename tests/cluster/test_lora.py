@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.cluster.harness import DEMO_VOCABULARY, START_S, Cluster, cluster, copy_tokenizer, prompt_of, wait_for
+from tests.engine.build import thinned
 from tests.engine.families import CONFIGS, save
 from tests.engine.lora_files import save_adapter
 
@@ -97,7 +98,7 @@ def change(running: Cluster, action: str, **fields: object) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-@pytest.mark.parametrize("prefill", [1, 0], ids=["disaggregated", "co-located"])
+@pytest.mark.parametrize("prefill", thinned([1, 0], 2), ids=["disaggregated", "co-located"])
 def test_adapters_are_loaded_and_unloaded_while_the_cluster_serves(prefill: int, tmp_path: Path) -> None:
     """A request in progress survives the unloading of its adapter, and a node that joins later gets the adapter."""
     modules, expected = made("llama", tmp_path)

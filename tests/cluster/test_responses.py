@@ -160,7 +160,7 @@ def restart(running: Cluster, name: str) -> None:
 ROLES = ("router", "prefill", "decode")
 
 
-@pytest.mark.parametrize("number", thinned([0, 1, 3, 2, 4, 5], 2))
+@pytest.mark.parametrize("number", thinned([0, 1, 2, 3, 4, 5], 3))
 async def test_a_response_survives_the_death_of_a_process(running: Cluster, number: int) -> None:
     async with load(running, 2):
         await survives(running, number, ROLES[number // 2])

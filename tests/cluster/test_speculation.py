@@ -74,9 +74,7 @@ def models_fixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("drafter", "prefill"),
     [
         # The next test runs "mtp" with a handoff.
-        pytest.param(
-            *case, marks=() if case in {("lookup", 1), ("itself", 0), ("eagle3", 0)} else pytest.mark.exhaustive
-        )
+        pytest.param(*case, marks=() if case in {("lookup", 1), ("eagle3", 0)} else pytest.mark.exhaustive)
         for case in product(DRAFTERS, (1, 0))
     ],
 )

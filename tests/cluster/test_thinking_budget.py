@@ -88,6 +88,7 @@ def test_reasoning_ends_after_its_budget_in_both_modes(both: list[Cluster]) -> N
     assert both[0].metric_sums()["vllm:spec_decode_num_accepted_tokens_total"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_budget_holds_after_the_death_of_a_decode_node(both: list[Cluster]) -> None:
     """This test ends a node of the first cluster, so it is the last test of this file."""
     guessing, colocated = both

@@ -30,6 +30,7 @@ from compare.stats.capacity import CapacityEstimate, CapacityPoint, capacity_of,
 from engine.emulation import COSTS
 from tests.cluster.harness import state_of, wait_for
 from tests.command_line import refusal
+from tests.engine.build import thinned
 
 ONE, SPLIT = "colocated:2", "disaggregated:1p1d"
 SMALL: dict[str, Any] = {"gpus": 3, "budgets": [2048], "policies": ["stall_free"], "seeds": 3, "requests": 100}
@@ -99,7 +100,7 @@ def test_a_value_that_is_given_twice_is_tried_once() -> None:
     assert candidates(twice) == candidates(once)
 
 
-@pytest.mark.parametrize(("prompt", "answer", "better"), [(2000, 4, "2p1d"), (100, 40, "1p2d")])
+@pytest.mark.parametrize(("prompt", "answer", "better"), thinned([(2000, 4, "2p1d"), (100, 40, "1p2d")], 2))
 def test_the_ratio_follows_the_traffic(
     prompt: int, answer: int, better: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,7 @@ def test_the_loss_of_an_actor_a_host_and_a_router_loses_only_streams_of_that_rou
     assert hosts.command("down").returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_a_process_with_invalid_settings_is_not_started_again_until_the_next_up(hosts: RayCluster) -> None:
     hosts.environment["BATON_KV_DIRECTORY"] = "/proc/none"  # nodes refuse this value, and routers accept it
     try:
@@ -180,6 +181,7 @@ def test_a_model_that_does_not_exist_is_refused(hosts: RayCluster) -> None:
     assert "baton ray up: --model: model '/nowhere' is neither" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_no_process_can_have_is_named(hosts: RayCluster) -> None:
     done = hosts.command("up", "--placement", "gpu", "--cluster", "other", "--port", str(free_port()))
     assert done.returncode == 1

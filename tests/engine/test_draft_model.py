@@ -3,6 +3,7 @@ its KV lives as long as the KV of the target model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from sys import getrefcount
 
 import numpy as np
@@ -23,7 +24,7 @@ from scheduler.drafters import Speculation
 from scheduler.request import Request, Slice, Step
 from scheduler.scheduler import StepLimits
 from shared.rpc.messages import SamplingParams
-from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, every_backend
+from tests.engine.build import CONFIG, CPU, GREEDY, VOCABULARY, device_code, every_backend, thinned
 from tests.engine.nodes import Node, requests_of, run_together
 
 torch.set_num_threads(1)
@@ -63,8 +64,8 @@ def answers_of(model: Decoder, rows: Sequence[Request]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("every_backend", "layers"),
     [
-        pytest.param("torch", (PLAIN, PLAIN), id="torch-plain"),
-        pytest.param("torch", WINDOWS, id="torch-windows", marks=pytest.mark.exhaustive),  # this takes long
+        pytest.param("torch", (PLAIN, PLAIN), id="torch-plain", marks=pytest.mark.exhaustive),
+        pytest.param("torch", WINDOWS, id="torch-windows", marks=pytest.mark.exhaustive),
         pytest.param("numba", (PLAIN, PLAIN), id="numba-plain"),
         pytest.param("numba", WINDOWS, id="numba-windows"),
     ],
@@ -96,8 +97,7 @@ def test_a_draft_model_changes_no_answer(
     assert not here.scheduler.audit()
 
 
-@pytest.mark.parametrize("handed_over", [False, True])
-@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize(("tight", "handed_over"), thinned(product([False, True], repeat=2), 3))
 def test_a_model_that_drafts_for_itself_is_always_right(handed_over: bool, tight: bool) -> None:
     """Guesses are also right after a preemption, a hit in the prefix cache or a handoff, and after guesses that no step
     verified."""

@@ -164,5 +164,5 @@ def lose(running: Cluster, engines: Engines, act: Act, name: str, round_: int) -
 
 
 ACTS = [
-    kill_engine, freeze_engine, silence_engine, break_engine, slow_metrics, kill_proxy, freeze_proxy, kill_both, drain_proxy,
+    kill_engine, freeze_engine, kill_proxy, silence_engine, break_engine, slow_metrics, drain_proxy, freeze_proxy, kill_both,
 ]  # fmt: skip

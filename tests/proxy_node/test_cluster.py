@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.cluster.harness import DEMO, ROOT, Cluster, completion, free_port, probe, wait_for
+from tests.engine.build import thinned
 from tests.proxy_node.clusters import ACTS, LENGTH, TIMES, Act, Engines, kill_engine, lose, repair, serving, streams
 from tests.proxy_node.vllm_stub import answer
 
@@ -74,7 +75,7 @@ def test_a_client_that_leaves_stops_the_engine(served: tuple[Cluster, Engines]) 
     assert all(engines.answers(name) for name in NODES)
 
 
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", thinned(ACTS, 2), ids=lambda act: act.__name__)
 def test_no_client_sees_the_loss_of_an_engine_or_of_its_proxy(served: tuple[Cluster, Engines], act: Act) -> None:
     running, engines = served
     for round_ in range(TIMES):

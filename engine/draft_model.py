@@ -127,5 +127,5 @@ class DraftModel(TimedDrafter):
 
 
 def _next(mirror: Request) -> Slice:
-    """Return a slice of the tokens that have no KV yet. The slice draws the token that follows them."""
+    """Return the slice of a step that computes the missing KV of the tokens, and draws the next token."""
     return Slice(mirror, mirror.num_computed, len(mirror.tokens) - mirror.num_computed, True, 0)

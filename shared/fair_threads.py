@@ -28,7 +28,7 @@ class FairThreads:
     def submit(
         self, tenant: str, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Future[Result]:
-        """Return a future for the result of `work`. A future that is cancelled before its turn is skipped."""
+        """Return a future for the result of `work`. If the future is cancelled before its turn, the work is skipped."""
         future, works = Future[Result](), [lambda: work(*args, **kwargs)]
         future.add_done_callback(lambda _: works.clear())
         with self._lock:

@@ -66,7 +66,7 @@ class LocalStack:
     """The stack of one arm: a cluster process with its log or, if the arm has a URL, a running stack.
 
     After `start`, `endpoint` is the client of the stack's router. All methods run on the caller's event loop. `end`
-    always ends the cluster process and its nodes, but never a running stack.
+    ends the cluster process that `start` started, with its nodes. It does not end a stack that ran before.
     """
 
     def __init__(self, arm: Arm, launch: LaunchOptions, log: Path, api_key: str = "") -> None:

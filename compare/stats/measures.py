@@ -169,8 +169,9 @@ def outstanding(outcomes: Sequence[Outcome], at_s: Series) -> Series:
 def mser(series: Series) -> int:
     """Return how many of the first values are warm-up, by MSER-5 (White, Cobb and Spratt, 2000).
 
-    The rule minimizes the sum of squared deviations of the remaining batches, divided by the square of their number.
-    At most half of the values count as warm-up, because the rule is known to fail beyond that.
+    The values are averaged in batches of five. The rule drops the first batches, and chooses their number so that the
+    sum of squared deviations of the remaining batches, divided by the square of their number, is minimal. At most half
+    of the values count as warm-up, because the rule is known to fail beyond that.
     """
     num_batches = len(series) // BATCH
     if num_batches < 2:

@@ -127,7 +127,7 @@ def rope_parameters(
         if name != "phi3":
             own.refuse("rope.dimension_count", f"heads have {head_dim} dimensions, and all of them must rotate")
         found["partial_rotary_factor"] = dims / head_dim
-    if name != "phi3":  # the files of Phi contain the factor that follows from its other parameters
+    if name != "phi3":  # in files of Phi, the factor follows from other parameters
         own.require("rope.scaling.attn_factor", 1, 1)
     if kind in {"linear", "yarn"}:
         found |= {"rope_type": kind, "factor": own.positive("rope.scaling.factor")}

@@ -82,9 +82,9 @@ class LatentSpec:
     The pool holds one vector per token. It consists of a latent of `kv_rank` dimensions, from which the keys and values
     of all heads derive, and of a rotated key of `rope_dim` dimensions for all heads. A head's query has `nope_dim`
     unrotated dimensions and `rope_dim` rotated dimensions. Queries derive from a vector of `q_rank` dimensions, or from
-    the hidden state if `q_rank` is 0. The weights of keys multiply the queries, and the weights of values multiply the
-    outputs. The stored latents are never expanded. If `interleaved`, the checkpoint rotates dimension 2i with dimension
-    2i + 1. For other fields see `AttentionSpec`."""
+    the hidden state if `q_rank` is 0. Latents are never expanded to keys and values: the matrix for keys is applied to
+    the queries instead, and the matrix for values to the outputs of attention. If `interleaved`, the checkpoint rotates
+    dimension 2i with dimension 2i + 1. For other fields see `AttentionSpec`."""
 
     heads: int
     q_rank: int
@@ -256,8 +256,8 @@ class ModelConfig:
     `logit_scale`. If `logit_softcap` is not 0, logits become logit_softcap * tanh(logit / logit_softcap).
     The checkpoint may have `drafter_layers` additional layers, which predict further tokens (MTP). The pool has room
     for the KV of the model's layers and of a draft head with `draft_layers` layers.
-    If `transformers` is not empty, that version of transformers runs the model, and `layers` describes only the sizes
-    of attention.
+    If transformers' own module runs the model, `transformers` is the version of transformers, and `layers` describes
+    only the sizes of attention. Otherwise, it is empty.
     """
 
     architecture: str

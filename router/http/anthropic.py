@@ -176,7 +176,7 @@ class ThinkingEdit(StrictModel):
 
 
 class ContextManagement(StrictModel):
-    """`context_management`: only edits that change nothing are accepted."""
+    """The field `context_management`. Edits that would change the conversation are refused."""
 
     edits: Annotated[list[ThinkingEdit], Field(max_length=1)] = Field(default_factory=list)
 

@@ -294,7 +294,7 @@ class NodeConnection:
         self.load.clear()
 
     def _fail_requests(self) -> None:
-        """Notify every listener that the node dropped its request. Abort the requests if the node is connected."""
+        """Notify every listener that the node dropped its request. If the node is connected, make it abort them."""
         listeners, self.listeners = self.listeners, {}
         if self.is_alive:
             self._command.submits = []  # all unsent requests belong to these listeners

@@ -1,6 +1,7 @@
 """The KV channel within one host: the writer maps the receiver's memfd and copies rows directly into that memory.
 
-The receiver sends the memfd over the socket of `shared.kv.local`. Writes are one-sided, so the channel is not `fenced`.
+The receiver sends the memfd over the socket of `shared.kv.local`. The receiver cannot stop a late write,
+so the channel is not `fenced`.
 """
 
 import contextlib

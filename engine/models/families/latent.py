@@ -16,7 +16,7 @@ def deepseek_v2(keys: ConfigReader) -> ModelConfig:
     keys.require("moe_layer_freq", 1, 1)
     keys.require("scoring_func", "softmax", "softmax")
     keys.size("num_experts_per_tok")  # has no default
-    keys.require("norm_topk_prob", False, False)  # implementations combine it with the scale in different ways
+    keys.require("norm_topk_prob", False, False)  # its order with scaling differs between implementations
     moe = replace(sigmoid_moe(keys, 64), score="softmax", corrects=False, renormalizes=False, group_scores=1)
     method = keys.text("topk_method", "greedy")
     if method not in {"greedy", "group_limited_greedy"}:

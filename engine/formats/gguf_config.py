@@ -69,7 +69,8 @@ def config_of(file: Path) -> dict[str, Any]:
     if metadata.get("split.count", 1) != 1:
         raise ValueError(f"{file}: it is one of several parts; merge them with `llama-gguf-split --merge`")
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
-    if unknown := own.keys() - KEYS - OTHER_KEYS:
+    arrays = {key for key, value in own.items() if value is None}  # such as a value for each layer
+    if unknown := arrays | (own.keys() - KEYS - OTHER_KEYS):
         raise ValueError(f"{file}: the key {f'{name}.{min(unknown)}'[:80]!r} is not supported: {ORIGINAL}")
     if missing := REQUIRED - own.keys():
         raise ValueError(f"{file}: {name}.{min(missing)} is missing: {ORIGINAL}")
@@ -121,7 +122,8 @@ def rope_parameters(
     def floats(tensor: str) -> list[float]:
         return [decimal(one) for one in dense(read_tensor(file, entries[tensor], torch.device("cpu"))).flatten()]
 
-    dims, kind = own.size("rope.dimension_count", head_dim), own.text("rope.scaling.type", "none")
+    default = "linear" if "rope.scaling.factor" in own.values else "none"  # as in llama.cpp
+    dims, kind = own.size("rope.dimension_count", head_dim), own.text("rope.scaling.type", default)
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": own.positive("rope.freq_base", 10_000.0)}
     if dims != head_dim:
         if name != "phi3":

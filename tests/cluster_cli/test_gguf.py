@@ -4,6 +4,7 @@ The configurations and the tokenizers were also compared with llama.cpp's logits
 """
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_directory_has_the_original_tokenizer(file: Path, tmp_path: Path) -> None:
-    assert make(file, tmp_path / "model") == 0
+    link = tmp_path / "link.gguf"  # as in the cache of the Hugging Face hub
+    link.symlink_to(os.path.relpath(file, tmp_path))
+    assert make(link, tmp_path / "model") == 0
     vocab_size = read_model_config(DEMO_MODEL).vocab_size
     found, expected = (Tokenizer.load(directory, vocab_size) for directory in (tmp_path / "model", DEMO_MODEL))
     for text in ("ROMEO:\n\nI'll 1234  naïve 東京 🙂", "<|end|>", "<|endoftext|>", "  x"):
@@ -114,7 +117,32 @@ def test_the_directory_has_the_original_tokenizer(file: Path, tmp_path: Path) ->
     assert load_model(tmp_path / "model", torch.float32, CPU).config.num_layers == 4
 
 
-def test_a_sentencepiece_vocabulary_adds_a_space_to_each_text(tmp_path: Path) -> None:
+def test_a_tokenizer_of_llama_3_differs_as_in_llama_cpp(tmp_path: Path) -> None:
+    """BOS begins a text, and a word that is a token stays whole. Names of control tokens can have any characters."""
+    reference = PreTrainedTokenizerFast.from_pretrained(DEMO_MODEL)
+    renamed = {"<|begin|>": "<｜begin▁of▁text｜>", "<|end|>": "<｜User｜>"}
+
+    def write(writer: GGUFWriter) -> None:
+        write_vocabulary(writer, reference, "llama-bpe")
+        (metadata,) = writer.kv_data
+        del metadata["tokenizer.ggml.add_bos_token"]
+        tokens, merges = (metadata[f"tokenizer.ggml.{name}"].value for name in ("tokens", "merges"))
+        tokens[:] = [renamed.get(token, token) for token in tokens]
+        del merges[20:]
+
+    convert(transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL), tmp_path, "Q8_0", write)
+    make_directory(tmp_path / "model.gguf", tmp_path / "model")
+    found = Tokenizer.load(tmp_path / "model", len(reference))
+    begin, end, word = reference.convert_tokens_to_ids([*renamed, "ROMEO"])
+    assert found.encode("ROMEO<｜User｜>ROMEO") == [begin, word, end, word]
+    assert found.decode([word, end]) == "ROMEO"
+    assert read_end_tokens(tmp_path / "model") == {end}
+
+
+@pytest.mark.parametrize(("kind", "strips"), [(LlamaConfig, False), (Phi3Config, True)])
+def test_a_sentencepiece_vocabulary_adds_a_space_to_each_text(
+    kind: type[PretrainedConfig], strips: bool, tmp_path: Path
+) -> None:
     reference = LibraryTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     reference.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     codes = [f"<0x{code:02X}>" for code in range(256)]
@@ -136,20 +164,22 @@ def test_a_sentencepiece_vocabulary_adds_a_space_to_each_text(tmp_path: Path) ->
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
 
-    config = LlamaConfig(**SIZES | {"vocab_size": len(tokens)})
+    config = kind(**SIZES | {"vocab_size": len(tokens)})
     convert(transformers.AutoModelForCausalLM.from_config(config), tmp_path, "F16", write)
     make_directory(tmp_path / "model.gguf", tmp_path / "model")
     found = Tokenizer.load(tmp_path / "model", len(tokens))
     for line in ("  two spaces", "A server", "naïve 東京", "one\ntwo"):
         assert found.encode(line) == [1, *reference.encode(line).ids]
         assert found.decode(found.encode(line)) == line
+    assert (found.encode("a</s>\nb") == found.encode("a</s>b")) is strips  # as in the original tokenizer of Phi-3
     assert read_end_tokens(tmp_path / "model") == {2}
 
 
-def changed(**metadata: str | int) -> Callable[[GGUFWriter], None]:
+def changed(**metadata: str | int | list[int]) -> Callable[[GGUFWriter], None]:
     def write(writer: GGUFWriter) -> None:
+        add: dict[type, Any] = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
         for key, value in metadata.items():
-            (writer.add_string if isinstance(value, str) else writer.add_uint32)(key.replace("__", "."), value)
+            add[type(value)](key.replace("__", "."), value)
 
     return write
 
@@ -161,6 +191,7 @@ def changed(**metadata: str | int) -> Callable[[GGUFWriter], None]:
             {"llama__attention__new": 1},
             "the key 'llama.attention.new' is not supported: use a directory with the file and",
         ),
+        ({"llama__attention__head_count_kv": [2] * 6}, "the key 'llama.attention.head_count_kv' is not supported"),
         ({"split__count": 2}, "it is one of several parts; merge them with `llama-gguf-split --merge`"),
         ({"llama__rope__scaling__type": "new"}, "llama.rope.scaling.type is 'new': use a directory"),
         ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count is 8: heads have 16 dimensions"),
@@ -169,14 +200,18 @@ def changed(**metadata: str | int) -> Callable[[GGUFWriter], None]:
             "tokenizer.ggml.pre 'new' is not supported",
         ),
         (
-            {"tokenizer__ggml__model": "new", "tokenizer__ggml__tokens": "x", "tokenizer__ggml__bos_token_id": 99},
+            {"tokenizer__ggml__model": "t5", "tokenizer__ggml__tokens": "x"},
+            "tokenizer.ggml.model 't5' is not supported",
+        ),
+        (
+            {"tokenizer__ggml__model": "llama", "tokenizer__ggml__tokens": "x", "tokenizer__ggml__bos_token_id": 99},
             "the tokenizer is not supported (",
         ),
         ({}, "tokenizer.ggml.tokens is missing: use a directory"),
     ],
 )
 def test_what_is_not_supported_is_refused(
-    metadata: dict[str, str | int], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    metadata: dict[str, str | int | list[int]], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, head_dim=16))
     convert(model, tmp_path, "F16", changed(**metadata))
@@ -184,6 +219,13 @@ def test_what_is_not_supported_is_refused(
     assert make(tmp_path / "model.gguf", tmp_path / "model") == 2
     assert message in capsys.readouterr().err
     assert set(tmp_path.iterdir()) == before
+
+
+def test_scaling_is_linear_if_the_file_has_only_a_factor(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    convert(model, tmp_path, "F16", changed(llama__rope__scaling__factor=4))
+    found = config_of(tmp_path / "model.gguf")["rope_parameters"]
+    assert (found["rope_type"], found["factor"]) == ("linear", 4)
 
 
 def test_a_directory_that_exists_is_not_changed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,7 @@ class AdmissionQueue:
             num_samples=request.n,
             deadline=inf if request.deadline is None else request.deadline,
         )
-        if request.is_accepted:
+        if request.is_accepted or request.first_sample:  # the client's first samples may run already
             entry.expires = entry.deadline
         self.offer(entry, now, may_refuse=not request.is_accepted)
         return entry

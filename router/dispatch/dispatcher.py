@@ -292,7 +292,7 @@ class Dispatcher:
         if request.sampling.pooling and prefill is not None and not prefill.info.shared_pool_owner:
             decode, prefill = prefill, None  # a vector needs no decoding, so the prefill node runs the whole request
         if attempt.is_first:
-            if not request.is_accepted:
+            if not (request.is_accepted or request.first_sample):  # the client may have tokens of the first samples
                 self._rules.check_slo(placement, is_stale=(prefill or decode).load.is_stale)
             self._queue.credit_prefix_hit(admitted.entry, candidate.cached_tokens)
             self.arrivals.add("cached", candidate.cached_tokens)

@@ -312,6 +312,10 @@ def _sampling(body: CompletionBody | ChatBody, model: ModelCard) -> SamplingPara
     prompt_logprobs = body.prompt_logprobs
     if isinstance(body, CompletionBody) and body.echo and prompt_logprobs is None:
         prompt_logprobs = body.logprobs
+    has_images = isinstance(body, ChatBody) and bool(image_urls(body.messages))
+    # Each sample sends the images to a node, and each group computes the whole prompt for its logprobs.
+    if body.n > ADMITTED_SAMPLES and (has_images or prompt_logprobs is not None):
+        raise RequestError(f"`n` can be at most {ADMITTED_SAMPLES} with images or logprobs of the prompt.", "n")
     return SamplingParams(
         temperature=body.temperature if body.temperature >= GREEDY_BELOW else 0.0,
         top_p=body.top_p,

@@ -395,6 +395,19 @@ async def test_a_request_that_does_not_fit_the_model_is_rejected(byte_level, fie
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+@pytest.mark.parametrize(("kind", "fields"), [
+    (CompletionBody, {"prompt_logprobs": 0}),
+    (CompletionBody, {"echo": True, "logprobs": 0}),
+    (ChatBody, {"messages": [{"role": "user", "content": [IMAGE_PART]}]}),
+])  # fmt: skip
+async def test_more_than_eight_samples_are_refused_if_each_repeats_much_work(byte_level, kind, fields):
+    with pytest.raises(RequestError, match="`n` can be at most 8 with images or logprobs of the prompt"):
+        await requests_of(byte_level, kind, n=9, **fields)
+
+
 @pytest.mark.parametrize(("kind", "fields"), [
     (CompletionBody, {"prompt": "ab" * 10_000}),
     (ChatBody, {"messages": [{"role": "user", "content": "ab" * 5000}] * 2}),

@@ -386,13 +386,18 @@ async def test_a_request_waits_at_most_the_queue_timeout() -> None:
     here = crowded(max_queue_s=0.05)
     runs = await fill(here)
     late = await here.submit(name="late")
+    further = await here.submit(name="further", first_sample=8)  # samples 0 to 7 may run already
     with pytest.raises(UnavailableError, match="waited too long") as caught:
         await collect(late)
     assert (caught.value.status, caught.value.code) == (503, "queue_timeout")
+    await asyncio.sleep(0.1)
     assert (here.counts()["refused"], here.counts()["failed"]) == (1, 0), "no node received it"
     assert len(here.d0.submits) == 3
     for run in runs:
         await run.close()
+    await settle()
+    assert here.d0.submits[-1].id == "further.8.0"
+    await further.close()
     here.check_over()
 
 

@@ -12,6 +12,7 @@ from functools import partial
 
 from cluster.plan import DoctorSettings
 from proxy_node.client import EngineFacts, read_key
+from proxy_node.connectors import NIXL_CONFIG
 from proxy_node.probe import connector, deadline, resumes
 from proxy_node.vllm import VllmEngine
 from proxy_node.wire import probe_request
@@ -22,7 +23,6 @@ from shared.rpc.messages import SubmitRequest
 Check = Callable[[], Awaitable[str]]
 LENGTH = 24  # tokens of an answer
 IDLE_S = 10.0
-CONFIG = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
 TEXTS = (
     "Hello", " leading and trailing ", "two\nlines\n\n", "\ttabs\t", "MiXeD CaSe", "it's, isn't it?", "12345 67.89",
     "Grüße aus Köln", "naïve café", "Привет, мир", "こんにちは世界", "你好，世界", "مرحبا", "🙂🚀", "e\u0301",
@@ -64,11 +64,7 @@ class EngineExaminer:
 
     async def server(self) -> str:
         self.facts = facts = await self.engine.describe()
-        if facts.max_model_len < self._max_model_len:
-            raise ValueError(
-                f"{self.engine.url}: its --max-model-len is {facts.max_model_len}, but --model allows "
-                f"{self._max_model_len} tokens: start baton up with --max-model-len {facts.max_model_len}"
-            )
+        self.engine.check_length(facts, self._max_model_len)
         blocks = f"{facts.num_blocks} blocks of {facts.block_tokens} tokens"
         return f"{self.engine.url}: vLLM {facts.version}, {facts.model}, {facts.max_model_len} positions, {blocks}"
 
@@ -118,7 +114,7 @@ class EngineExaminer:
         now = asyncio.get_running_loop().time
         end = now() + IDLE_S
         while True:
-            value = (await self.engine.metrics()).values.get(name, 0.0)
+            value = (await self.engine.metrics()).get(name, 0.0)
             if is_expected(value) or now() > end:
                 return value
             await asyncio.sleep(0.1)
@@ -131,7 +127,9 @@ async def same_kv(one: EngineExaminer, other: EngineExaminer) -> str:
             raise ValueError(f"{name} is {a} on {one.engine.url}, {b} on {other.engine.url}: it must be the same")
     for each in (one, other):
         if not await connector(each.engine):
-            raise ValueError(f"{each.engine.url} has no KV connector: start it with --kv-transfer-config '{CONFIG}'")
+            raise ValueError(
+                f"{each.engine.url} has no KV connector: start it with --kv-transfer-config '{NIXL_CONFIG}'"
+            )
     return "both have the NIXL connector and the same KV layout"
 
 
@@ -139,7 +137,7 @@ async def hands_over(prefill: EngineExaminer, decode: EngineExaminer) -> str:
     """Check that KV moves from `prefill` to `decode`, and that `prefill` alone would give the same answer."""
     request, prompt = prefill.request(4)
     before = await decode.value("nixl_bytes_transferred_sum")
-    _, params = await prefill.engine.prefill(request, prompt)
+    _, params = await prefill.engine.prefill(request, prompt, None)
     if await decode.engine.collect(request, prompt, params) != await prefill.engine.collect(request, prompt):
         raise ValueError("the answer after a handoff differs from that of one server")
     await decode.engine.collect(*decode.request(1, num=2))  # makes the server update its metrics

@@ -5,13 +5,15 @@ import logging
 import secrets
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from node.engine_steps import StepSocket
 from node.identity import advertised, default_id
 from node.probes import NodeProbes
 from node.router_sessions import FLUSH_S
 from proxy_node.client import EngineClient, EngineFacts, read_key
+from proxy_node.connectors import NIXL_CONFIG
 from proxy_node.node import ProxyNode
 from proxy_node.probe import connector, deadline, resumes
 from proxy_node.sglang import SglangEngine
@@ -32,10 +34,6 @@ from shared.version import package_version
 log = logging.getLogger("baton.proxy")
 RETRY_S = 0.5
 REPORT_S = 15.0  # time between two reports on an engine that does not answer
-NEEDS_CONNECTOR = (
-    """start it with --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}' """
-    "and its decode engines with kv_consumer"
-)
 # Attributes of a node whose engine can have only one role, keyed by this role (`EngineFacts.role`).
 PAIRED = {"prefill": {"generates": "no"}, "decode": {"computes_prompts": "no"}}
 STEP_TOKENS = 2048  # vLLM's default maximum of tokens in a step, used if the engine does not report its steps
@@ -55,8 +53,7 @@ def main(settings: ProxySettings) -> int:
         return _start_failed(error)
     kind = SglangEngine if settings.engine_kind == "sglang" else VllmEngine
     engine = kind(settings.engine, key, vocab_size, settings.advertise, end_tokens)
-    steps = StepSocket(settings.steps_socket) if settings.steps_socket else None
-    process = ProxyProcess(settings, engine, settings.max_model_len or max_len, steps)
+    process = ProxyProcess(settings, engine, settings.max_model_len or max_len)
     return run(process.serve)
 
 
@@ -75,15 +72,14 @@ class ProxyProcess:
     settings: ProxySettings
     engine: EngineClient
     max_model_len: int  # maximum length of a request in tokens, the same as in the router
-    steps: StepSocket | None = None
+    steps: StepSocket = field(default_factory=StepSocket)
     node: ProxyNode | None = None  # None while the engine does not answer
 
     async def serve(self, lifetime: ProcessLifetime) -> int:
         async with self.engine.open(), AsyncExitStack() as cleanup:
             try:
-                if self.steps is not None:
-                    self.steps.open()
-                    cleanup.callback(self.steps.close)
+                if path := self.settings.steps_socket:
+                    cleanup.enter_context(self.steps.opened(Path(path)))
                 await NodeProbes(self._stats, str, self._refusal).serve(self.settings, cleanup)
                 info = await result_before(self._await_engine(is_first=True), lifetime.draining.wait())
                 while info is not None and await self._serve_incarnation(info, lifetime):
@@ -123,33 +119,25 @@ class ProxyProcess:
         self._check(facts)
         found = await connector(self.engine) if facts.connector is None else facts.connector
         if self.settings.role == "prefill" and not found:
-            needs = NEEDS_CONNECTOR if facts.kind == "vllm" else "start it with --disaggregation-mode prefill"
-            raise ConfigError(f"--engine {self.engine.url}: has no KV connector; {needs}")
+            flag = f"--kv-transfer-config '{NIXL_CONFIG}'" if facts.kind == "vllm" else "--disaggregation-mode prefill"
+            raise ConfigError(f"--engine {self.engine.url}: has no KV connector; start it with {flag}")
         resumed = await resumes(self.engine, facts.resumes)
-        if self.steps is not None and self.steps.latest is None:
+        if self.settings.steps_socket and self.steps.latest is None:
             log.warning("no step was reported to --steps-socket; see docs/engines.md#step-records")
         return self._info(facts, found, resumed)
 
     def _check(self, facts: EngineFacts) -> None:
-        """Raise ConfigError if the engine has another role, or if its maximum length is below the router's.
-
-        An engine with a smaller maximum length would silently truncate answers.
-        """
+        """Raise ConfigError if the engine has another role, or if its maximum length is below the router's."""
         role = self.settings.role
         if facts.role not in {"", role}:
             raise ConfigError(
                 f"--role {role}: the server at {self.engine.url} runs with --disaggregation-mode {facts.role}; "
                 f"give this proxy --role {facts.role}, or start the server with --disaggregation-mode {role}"
             )
-        if facts.max_model_len < self.max_model_len:
-            raise ConfigError(
-                f"--engine {self.engine.url}: its maximum length is {facts.max_model_len} tokens, but --model allows "
-                f"{self.max_model_len}: start it with a larger --max-model-len, or the router and this proxy with "
-                f"--max-model-len {facts.max_model_len}"
-            )
+        self.engine.check_length(facts, self.max_model_len)
 
     def _info(self, facts: EngineFacts, found: str, resumed: str) -> NodeInfo:
-        settings, step = self.settings, self.steps.latest if self.steps is not None else None
+        settings, step = self.settings, self.steps.latest
         max_num_seqs = settings.max_num_seqs if step is None else step.max_num_seqs
         return NodeInfo(
             id=settings.id or default_id(settings.role),

@@ -3,7 +3,8 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import aiohttp
 
-from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader
+from proxy_node.connectors import TransferParams
+from proxy_node.health import Fault
+from proxy_node.wire import EngineFailure, EngineOutput, EventReader, garbage, next_token_only
 from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest
 
@@ -50,7 +53,7 @@ class EngineFacts:
         return hashlib.blake2b("\0".join(row).encode(), digest_size=16).hexdigest()
 
 
-class EngineClient:
+class EngineClient(ABC):
     """Calls one server. Enter the context manager `open` first. A call that fails raises EngineFailure.
 
     Each call has its own connection, because a server may close an idle connection while a request is sent on it. That
@@ -59,7 +62,7 @@ class EngineClient:
 
     program: str  # the name of the server's program, for messages
     needs: str  # says which versions of the server can be used
-    check_params: Callable[[object], dict[str, Any]]  # checks the parameters of a handoff; see `connectors`
+    transfer: type[TransferParams]  # the parameters of a handoff
     probe_params: Params = None  # with these parameters, `generate` needs no other engine
 
     def __init__(
@@ -83,30 +86,30 @@ class EngineClient:
 
     # ---- what each kind of server implements --------------------------------------------------------------------
 
+    @abstractmethod
     async def describe(self) -> EngineFacts:
         """Ask the server for its properties. Raises ConfigError, with the fix, if the server cannot be used."""
-        raise NotImplementedError
 
-    async def metrics(self) -> EngineMetrics:
+    @abstractmethod
+    async def metrics(self) -> dict[str, float]:
         """Return the server's metrics, with the names that vLLM gives them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def generate(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> Outputs:
         """Yield the tokens that continue `tokens`. The last output has `finish`. To abort, close the iterator.
 
         With `params`, the engine exchanges the KV of `tokens` with another engine. Raises ValueError at once if the
         server does not support the request.
         """
-        raise NotImplementedError
 
-    async def prefill(
-        self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
-    ) -> tuple[EngineOutput, Params]:
-        """Compute the KV of `tokens`. Return the next token, and the parameters with which another engine reads the KV.
+    async def prefill(self, submit: SubmitRequest, tokens: list[int], offer: Params) -> tuple[EngineOutput, Params]:
+        """Compute the KV of `tokens` for another engine. Return the next token, and the parameters with which the other
+        engine reads the KV. If there is an `offer`, push the KV to the other engine instead.
 
-        The parameters are None if the engine has no connector, or does not keep the KV because `keeps` is false.
+        If an engine without an offer ends the answer with this token, the output has `finish`.
         """
-        raise NotImplementedError
+        async with aclosing(self.generate(next_token_only(submit, tokens), tokens, offer)) as outputs:
+            return await anext(outputs), None
 
     def check(self, submit: SubmitRequest) -> None:
         """Raise ValueError, which names the field, if the engine cannot take the request."""
@@ -123,11 +126,20 @@ class EngineClient:
             if is_given:
                 raise ValueError(f"{name}: not available on nodes that are vLLM or SGLang servers; omit it")
 
+    def check_length(self, facts: EngineFacts, max_model_len: int) -> None:
+        """Raise ConfigError if the engine's maximum length is below the router's, because the engine would silently
+        truncate answers."""
+        if facts.max_model_len < max_model_len:
+            raise ConfigError(
+                f"--engine {self.url}: its maximum length is {facts.max_model_len} tokens, but --model allows "
+                f"{max_model_len}: start it with a larger --max-model-len, or Baton with --max-model-len "
+                f"{facts.max_model_len}"
+            )
+
     def offer(self) -> Params:
         """Return the parameters of a new handoff if the engine pushes KV, otherwise None.
 
-        An engine that pushes KV gets these parameters in `generate`, and sends the prompt's KV while it computes the
-        prompt. From any other engine, the decode engine reads the KV with the parameters that `prefill` returns.
+        Pass these parameters to `prefill` of the engine that pushes KV. The decode engine gets them before, and waits.
         """
         return None
 
@@ -151,12 +163,10 @@ class EngineClient:
         """Return True if the server refuses connections or reports that its engine is dead. Return False if it reports
         that its engine is alive. Return None if its answer is late or has another status."""
         try:
-            async with asyncio.timeout(HEALTH_S), self._session.get(f"{self.url}/health", allow_redirects=False) as got:
-                return got.status == 503 if got.status in {200, 503} else None
-        except TimeoutError:
-            return None
-        except (aiohttp.ClientError, OSError):
-            return True
+            await self.fetch("GET", "/health", timeout_s=HEALTH_S)
+        except EngineFailure as failure:
+            return True if failure.is_suspicious and failure.status in {0, 503} else None
+        return False
 
     async def get(self, path: str) -> str:
         return (await self.fetch("GET", path, timeout_s=ANSWER_S)).decode("utf-8", "replace")
@@ -168,21 +178,21 @@ class EngineClient:
             while more := await answer.content.read(1 << 16):
                 body += more
                 if len(body) > MAX_ANSWER_BYTES:
-                    raise EngineFailure("the answer is too long", is_garbage=True)
+                    raise garbage("it is too long")
         return body
 
     async def stream(self, path: str, submit: SubmitRequest, body: dict[str, Any], reader: EventReader) -> Outputs:
         """Send a request, and yield what the answer's events contain."""
         async with self.call("POST", path, json=body, headers=headers_of(submit)) as answer:
             if answer.content_type != "text/event-stream":
-                raise EngineFailure(f"the engine answers with {answer.content_type}", is_garbage=True)
+                raise garbage(f"its type is {answer.content_type}")
             async for data in answer.content.iter_any():
                 output = reader.feed(data)
                 if output.tokens or output.finish:
                     yield output
                 if output.finish:
                     return
-        raise EngineFailure("the engine's answer ended early", is_suspicious=True, is_refusal=True)
+        raise EngineFailure("the engine's answer ended early", is_suspicious=True, fault="refused")
 
     async def collect(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> list[int]:
         """Return all tokens with which the engine continues `tokens`. By default, this works without another engine."""
@@ -224,7 +234,7 @@ async def _words(answer: aiohttp.ClientResponse) -> str:
         found = json.loads(text)
         error = found.get("error", found)
         return str(error["message"] if isinstance(error, Mapping) else error)[:400]
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         return text[:200]
 
 
@@ -234,4 +244,5 @@ def _refused(path: str, status: int, words: str) -> EngineFailure:
         text += "; set --engine-api-key-file to a file with the engine's API key"
     if status == 400:
         return EngineFailure(words, retry=False, status=status)
-    return EngineFailure(text, is_suspicious=status >= 500, is_refusal=status in {401, 403, 404}, status=status)
+    fault: Fault | None = "refused" if status in {401, 403, 404} else None
+    return EngineFailure(text, is_suspicious=status >= 500, fault=fault, status=status)

@@ -3,12 +3,12 @@
 Engines trust these parameters and crash on malformed ones, so Baton checks the parameters before it sends them.
 """
 
-import json
-from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
-MAX_PARAMS_BYTES = 256 << 10
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+
 NIXL = "nixl"
+NIXL_CONFIG = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'  # a value of --kv-transfer-config
 # An engine that gets these parameters keeps the blocks of the prompt until their lease ends. Its answer contains the
 # parameters with which another engine reads the blocks.
 PREFILL_PARAMS: dict[str, Any] = {
@@ -19,55 +19,49 @@ PREFILL_PARAMS: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-TEXTS = ("remote_engine_id", "remote_request_id", "remote_host")
-COUNTS = ("remote_port", "tp_size", "remote_num_tokens")
+Text = Annotated[str, Field(min_length=1, max_length=256)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Counts = Annotated[list[Count], FailFast()]
 
 
-def check_params(params: object) -> dict[str, Any]:
-    """Check and return NIXL's parameters, with which an engine reads the KV of a prompt.
+class TransferParams(BaseModel):
+    """The parameters of one connector."""
 
-    Raises ValueError, which names the field, if they are malformed.
-    """
-    if not isinstance(params, dict) or params.get("do_remote_prefill") is not True:
-        raise ValueError("kv_transfer_params: do_remote_prefill is not true")
-    if params.get("transfer_mode", "pull") != "pull":
-        raise ValueError(f"kv_transfer_params: transfer_mode is {params['transfer_mode']!r:.40}, and must be pull")
-    for name in TEXTS:
-        if not isinstance(params.get(name), str) or not 0 < len(params[name]) <= 256:
-            raise ValueError(f"kv_transfer_params: {name} is not a short text")
-    if any(not _is_count(params.get(name)) for name in COUNTS):
-        raise ValueError(f"kv_transfer_params: one of {', '.join(COUNTS)} is not a number")
-    groups = params.get("remote_block_ids")
-    if not isinstance(groups, list) or not all(isinstance(row, list) and all(map(_is_count, row)) for row in groups):
-        raise ValueError("kv_transfer_params: remote_block_ids is not a list of lists of numbers")
-    return params
+    model_config = ConfigDict(strict=True)
+
+    @classmethod
+    def read(cls, params: object) -> dict[str, Any]:
+        """Check and return parameters, which may be JSON text. Raises ValueError, which names the field, if they are
+        malformed."""
+        try:
+            found = cls.model_validate_json(params) if isinstance(params, bytes) else cls.model_validate(params)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ValueError(": ".join(["KV transfer parameters", *map(str, first["loc"]), first["msg"]])) from None
+        return found.model_dump(exclude_unset=True)
 
 
-def check_bootstrap(params: object) -> dict[str, Any]:
-    """Check and return SGLang's parameters, with which a decode server asks a prefill server for the KV of a prompt.
+class NixlParams(TransferParams):
+    """The parameters with which an engine with NIXL reads the KV of a prompt. NIXL has more fields than these."""
 
-    Raises ValueError, which names the field, if they are malformed.
-    """
-    if not isinstance(params, dict) or params.keys() != {"bootstrap_host", "bootstrap_port", "bootstrap_room"}:
-        raise ValueError("bootstrap parameters: must be a host, a port and a room")
-    host, port, room = params["bootstrap_host"], params["bootstrap_port"], params["bootstrap_room"]
-    if not isinstance(host, str) or not 0 < len(host) <= 256:
-        raise ValueError("bootstrap_host: is not a short text")
-    if type(port) is not int or not 0 < port < 2**16 or type(room) is not int or not 0 < room < 2**63:
-        raise ValueError("bootstrap_port, bootstrap_room: one of them is out of range")
-    return params
+    model_config = ConfigDict(extra="allow")
 
-
-def read_params(data: bytes, check: Callable[[object], dict[str, Any]]) -> dict[str, Any]:
-    """Return the parameters in the JSON text `data`. Raises ValueError, as `check` does, if they are malformed."""
-    if len(data) > MAX_PARAMS_BYTES:
-        raise ValueError(f"kv_transfer_params: more than {MAX_PARAMS_BYTES} bytes")
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"kv_transfer_params: {error}") from None
-    return check(found)
+    do_remote_prefill: Annotated[bool, Field(ge=True)]  # true; a Literal would admit 1.0
+    transfer_mode: Literal["pull"] = "pull"
+    remote_engine_id: Text
+    remote_request_id: Text
+    remote_host: Text
+    remote_port: Count
+    tp_size: Count
+    remote_num_tokens: Count
+    remote_block_ids: Annotated[list[Counts], FailFast()]
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31
+class BootstrapParams(TransferParams):
+    """The parameters with which a decode server of SGLang asks a prefill server for the KV of a prompt."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    bootstrap_host: Text
+    bootstrap_port: Annotated[int, Field(gt=0, lt=2**16)]
+    bootstrap_room: Annotated[int, Field(gt=0, lt=2**63)]

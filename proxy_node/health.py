@@ -11,8 +11,13 @@ requests, an answer to `/metrics` counts as progress too.
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
-MAX_FAILURES, WINDOW_S = 3, 10.0  # MAX_FAILURES failures of one kind within WINDOW_S seconds end the incarnation
+MAX_FAULTS, WINDOW_S = 3, 10.0  # MAX_FAULTS faults of one kind within WINDOW_S seconds end the incarnation
+# "malformed": an answer violates the protocol. "refused": the engine refused or gave up a valid request for a reason
+# other than its load.
+Fault = Literal["malformed", "refused"]
+TEXTS: dict[Fault, str] = {"malformed": "gave malformed answers to", "refused": "refused or gave up"}
 
 
 @dataclass(slots=True)
@@ -24,8 +29,7 @@ class EngineHealth:
     failure: str = ""  # the reason why the engine is lost, or "" while it is alive
     _num_steps: float = -1.0
     _load: tuple[float, ...] = ()
-    _malformed: deque[float] = field(default_factory=deque)
-    _refused: deque[float] = field(default_factory=deque)
+    _faults: dict[Fault, deque[float]] = field(default_factory=lambda: {"malformed": deque(), "refused": deque()})
 
     def streamed(self, now: float) -> None:
         """Record an event of an answer."""
@@ -39,25 +43,20 @@ class EngineHealth:
         if (num_steps, load) != (self._num_steps, self._load) or not num_requests:
             self.progress_at, self._num_steps, self._load = now, num_steps, load
 
-    def malformed(self, now: float) -> None:
-        """Record an answer that violates the protocol."""
-        self._failed(self._malformed, now, "gave malformed answers to")
-
-    def refused(self, now: float) -> None:
-        """Record a request that the engine refused or gave up for a reason other than its load."""
-        self._failed(self._refused, now, "refused or gave up")
+    def failed(self, now: float, fault: Fault) -> None:
+        """Record a request that failed because of a fault of the engine."""
+        times = self._faults[fault]
+        times.append(now)
+        while now - times[0] > WINDOW_S:
+            times.popleft()
+        if len(times) >= MAX_FAULTS:
+            self.lost(f"it {TEXTS[fault]} {MAX_FAULTS} requests within {WINDOW_S:g} s")
 
     def answered(self, began: float) -> None:
         """Record a complete answer to a request that was sent at `began`. Refusals before `began` no longer count."""
-        while self._refused and self._refused[0] <= began:
-            self._refused.popleft()
-
-    def _failed(self, failures: deque[float], now: float, what: str) -> None:
-        failures.append(now)
-        while now - failures[0] > WINDOW_S:
-            failures.popleft()
-        if len(failures) >= MAX_FAILURES:
-            self.lost(f"it {what} {MAX_FAILURES} requests within {WINDOW_S:g} s")
+        refused = self._faults["refused"]
+        while refused and refused[0] <= began:
+            refused.popleft()
 
     def lost(self, reason: str) -> None:
         self.failure = self.failure or reason

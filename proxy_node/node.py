@@ -1,23 +1,23 @@
 """One incarnation of a proxy node. Routers send it requests, and an engine outside of Baton computes them."""
 
 import asyncio
-import itertools
 import json
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from node.engine_steps import EngineStep, RequestProgress, StepSocket, StepTracker
+from node.engine_steps import EngineStep, StepSocket, StepTracker
 from node.recorder import StepRecorder
 from node.router_sessions import RouterSessions
 from node.validation import check_submit
-from proxy_node.client import EngineClient, Outputs
-from proxy_node.connectors import NIXL, read_params
+from proxy_node.client import EngineClient, Outputs, Params
+from proxy_node.connectors import NIXL
 from proxy_node.health import EngineHealth
-from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput
+from proxy_node.wire import EngineFailure, EngineOutput, garbage
 from shared.clock import to_tick
 from shared.lifecycle import TaskGroup
 from shared.registry import Announcer
@@ -30,12 +30,11 @@ from shared.rpc.messages import (
     NodeStats,
     RouterCommand,
     SetRoleRequest,
-    StopRequest,
     SubmitRequest,
     TokenDelta,
     pack_ids,
 )
-from shared.rpc.methods import ACCEPT, ATTACH, COMMIT, SET_ROLE, STOP, PeerError, Rpc, unary
+from shared.rpc.methods import ACCEPT, ATTACH, COMMIT, SET_ROLE, PeerError, Rpc, unary
 
 log = logging.getLogger("baton.proxy")
 MAX_REQUESTS = 8192  # a node with this many requests rejects new ones
@@ -44,18 +43,17 @@ INTERNAL = "internal"
 HANDOFF = "handoff: "  # prefix of errors that either of the two nodes may have caused; the router recognizes it
 LOAD = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
 LEASE_SHARE = 0.8  # the first token must come within this share of the lease
-MAX_LEASE_MS = 3_600_000
 PUSH_LEASE_MS = 300_000  # how long SGLang servers wait for each other
 NOT_SENT, FROM_COMMIT = -1, -2  # values of `AcceptRequest.first_token`
 ACCEPT_S = 5.0
 MAX_DRAIN_S = 3600.0
+MAX_ABORTED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ProxiedRequest:
     router: str
     task: "asyncio.Task[None]"
-    progress: RequestProgress
     committed: "asyncio.Future[int] | None" = None  # the first token, once a prefill engine has pushed all KV
 
 
@@ -70,8 +68,8 @@ class ProxyNode:
     """
 
     def __init__(
-        self, info: NodeInfo, engine: EngineClient, heartbeat_s: float, stuck_s: float, lease_s: float = 30.0,
-        steps: StepSocket | None = None,
+        self, info: NodeInfo, engine: EngineClient, heartbeat_s: float, stuck_s: float, lease_s: float,
+        steps: StepSocket,
     ) -> None:  # fmt: skip
         """Set up the node. The engine keeps a prompt's blocks for another engine for `lease_s` seconds. `steps`
         receives the steps that the engine reports."""
@@ -79,16 +77,16 @@ class ProxyNode:
         self.counters = NodeStats()  # only the handoff fields are used
         self.recorder = StepRecorder()
         self._steps = StepTracker(self.recorder)
-        if steps is not None:
-            steps.on_step = self._stepped
+        steps.on_step = self._stepped
         self.sessions = RouterSessions(self.recorder)
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._engine, self._heartbeat_s, self._lease_s = engine, heartbeat_s, lease_s
         self._now = asyncio.get_running_loop().time
         self._health = EngineHealth(stuck_s, self._now())
-        self._metrics = EngineMetrics({}, {}, 1)
+        self._metrics: dict[str, float] = {}
         self._requests: dict[str, ProxiedRequest] = {}
-        self._serials = itertools.count()
+        # The latest aborted requests that were not on this node. A prefill node may still try to hand them over.
+        self._aborted: deque[str] = deque(maxlen=MAX_ABORTED)
         self.is_ending = False
         self._announcer: Announcer
         self._peers: dict[str, RpcChannel] = {}  # channels to the proxies of decode engines, by address
@@ -106,14 +104,12 @@ class ProxyNode:
 
     def handlers(self) -> dict[Rpc[Any, Any], Callable[[Any], Awaitable[None]]]:
         return {
-            ATTACH: self.attach, SET_ROLE: unary(self.set_role), ACCEPT: unary(self.accept),
-            COMMIT: unary(self.commit), STOP: unary(self.stop),
+            ATTACH: self.attach, SET_ROLE: unary(self.set_role), ACCEPT: unary(self.accept), COMMIT: unary(self.commit)
         }  # fmt: skip
 
     async def end(self, timeout_s: float) -> int:
         """Leave the cluster for a planned shutdown. Return the number of requests that are retried on other nodes."""
         self.is_ending = True
-        await self._announcer.update(replace(self.info, state="draining"))
         return await self.drain(timeout_s, f"node {self.info.id} is shutting down")
 
     async def drain(self, timeout_s: float, reason: str) -> int:
@@ -121,9 +117,9 @@ class ProxyNode:
         requests, so that their routers retry them on other nodes. Return the number of failed requests."""
         self.info = replace(self.info, state="draining")
         self.sessions.publish_stats(self.stats())
-        receives = self.info.role == "decode"
+        await self._announcer.update(self.info)
         await self.sessions.wait_until_ended(
-            lambda: not self._requests or self.lost.done(), timeout_s, receives=receives
+            lambda: not self._requests or self.lost.done(), timeout_s, receives=self.info.role == "decode"
         )
         rest = list(self._requests)
         for request_id in rest:
@@ -158,14 +154,12 @@ class ProxyNode:
     async def _is_lost(self, failure: EngineFailure) -> bool:
         """Record a failure, and return whether the engine is lost. If it is unknown whether the server is gone, set
         `failure.retry`, so that another node retries the request."""
-        is_gone = await self._engine.is_gone() if failure.is_suspicious and not failure.is_garbage else False
+        is_gone = await self._engine.is_gone() if failure.is_suspicious else False
         failure.retry |= is_gone is None
         if is_gone:
             self._health.lost(f"{failure}")
-        elif failure.is_garbage:
-            self._health.malformed(self._now())
-        elif failure.is_refusal:
-            self._health.refused(self._now())
+        elif failure.fault is not None:
+            self._health.failed(self._now(), failure.fault)
         if reason := self._health.failure:
             self._lose(reason)
         return self.lost.done()
@@ -176,19 +170,17 @@ class ProxyNode:
             self.lost.set_result(reason)
             self.sessions.publish_stats(self.stats())
             for request in self._requests.values():
-                if request.task is not asyncio.current_task():
-                    request.task.cancel()
+                request.task.cancel()
 
     def _stepped(self, step: EngineStep) -> None:
         self._health.streamed(self._now())
         stats = self.stats()
-        progress = (request.progress for request in self._requests.values())
-        self._steps.add(step, progress, stats.blocks_free, stats.blocks_owned)
+        self._steps.add(step, stats.blocks_free, stats.blocks_owned)
 
     # ---- state --------------------------------------------------------------------------------------------------
 
     def _value(self, name: str) -> float:
-        return self._metrics.values.get(name, 0.0)
+        return self._metrics.get(name, 0.0)
 
     def refusal(self) -> str:
         """Return why the node takes no requests, or "" if it takes requests."""
@@ -236,7 +228,6 @@ class ProxyNode:
         return await asyncio.shield(self._tasks.start(self._switch(role, min(max(0.0, message.drain_s), MAX_DRAIN_S))))
 
     async def _switch(self, role: str, drain_s: float) -> Ack:
-        await self._announcer.update(self.info)
         await self.drain(drain_s, f"node {self.info.id} becomes a {role} node")
         if self.is_ending:
             return Ack("the node is shutting down")
@@ -253,7 +244,9 @@ class ProxyNode:
     def on_command(self, router: str, command: RouterCommand) -> None:
         for request_id in command.aborts:
             request = self._requests.get(request_id)
-            if request is not None and request.router == router:
+            if request is None:
+                self._aborted.append(request_id)
+            elif request.router == router:
                 self._end(request_id, "aborted")
         for submit in command.submits:
             self.submit(router, submit)
@@ -263,41 +256,39 @@ class ProxyNode:
         if self.lost.done():
             return  # the node's state makes the router retry the request on another node
         try:
-            tokens = self._checked(submit)
             if submit.decode_node and self.info.role != "prefill":
                 raise ValueError("decode_node: this node generates all tokens itself")
-            if refusal := self._refusal(submit):
-                self._send(router, TokenDelta(submit.id, error=refusal, retry=True))
-            elif submit.decode_node:
+            tokens = self._admit(submit)
+            if submit.decode_node:
                 self._engine.check(submit)
                 self._start(router, submit, tokens, partial(self._hand_off, submit, tokens))
             else:
                 outputs = self._engine.generate(submit, tokens)
                 self._start(router, submit, tokens, partial(self._run, submit, tokens, outputs))
-        except ValueError as error:
-            self._send(router, TokenDelta(submit.id, error=str(error)))
+        except (ValueError, EngineFailure) as error:
+            self._send(router, TokenDelta(submit.id, error=str(error), retry=isinstance(error, EngineFailure)))
 
-    def _checked(self, submit: SubmitRequest) -> list[int]:
-        """Return the tokens of a request. Raises ValueError if it is malformed."""
+    def _admit(self, submit: SubmitRequest, *, is_handoff: bool = False) -> list[int]:
+        """Check a request, and return its tokens. A draining node accepts handoffs, because routers placed these
+        requests on the node before it drained.
+
+        Raises ValueError if the request is malformed, and EngineFailure if only other nodes can take it.
+        """
         tokens = check_submit(submit, self.info.max_model_len, self._engine.vocab_size)
         if submit.id in self._requests:
             raise ValueError(f"request {submit.id} is already on this node")
+        if self.info.state != "ready" and not is_handoff:
+            raise EngineFailure("this node is draining")
+        if submit.adapter:
+            raise EngineFailure("this node does not have the request's LoRA adapter")
+        if len(self._requests) >= MAX_REQUESTS:
+            raise EngineFailure("this node has too many requests")
         return tokens
 
     def _start(self, router: str, submit: SubmitRequest, tokens: list[int], work: Work, committed: Any = None) -> None:
-        progress = RequestProgress(next(self._serials), len(tokens), len(tokens))
-        self.recorder.event(submit.id, "queued", serial=progress.serial, count=len(tokens))
+        self._steps.begin(submit.id, tokens)
         task = self._tasks.start(self._guard(submit.id, work))
-        self._requests[submit.id] = ProxiedRequest(router, task, progress, committed)
-
-    def _refusal(self, submit: SubmitRequest, *, is_handoff: bool = False) -> str:
-        """Return why this node cannot take the request, or "" if it can. A draining node accepts handoffs,
-        because routers placed these requests on the node before it drained."""
-        if self.info.state != "ready" and not is_handoff:
-            return "this node is draining"
-        if submit.adapter:
-            return "this node does not have the request's LoRA adapter"
-        return "this node has too many requests" if len(self._requests) >= MAX_REQUESTS else ""
+        self._requests[submit.id] = ProxiedRequest(router, task, committed)
 
     async def _guard(self, request_id: str, work: Work) -> None:
         """Run one request. An error fails only this request, unless the engine is lost."""
@@ -316,35 +307,25 @@ class ProxyNode:
         self, submit: SubmitRequest, tokens: list[int], outputs: Outputs, handoff: AcceptRequest | None = None
     ) -> None:
         """Send the tokens of one request to its router. `handoff` is given if another engine computed the prompt."""
-        request, is_first, began = self._requests[submit.id], True, self._now()
-        position = len(tokens) - submit.num_prompt
-        try:
-            async with aclosing(outputs), asyncio.timeout(handoff.lease_ms / 1000 if handoff else None) as lease:
-                async for output in outputs:
-                    self._health.streamed(self._now())
-                    delta = TokenDelta(submit.id, position, b"", output.finish, logprobs=output.logprobs)
-                    position += len(output.tokens)
-                    if is_first:
-                        if handoff is not None:
-                            await _join(delta, output, handoff.first_token, request.committed)
-                        is_first = False
-                        lease.reschedule(None)
-                        self.recorder.event(submit.id, "first")
-                    delta.tokens = pack_ids(output.tokens)
-                    request.progress.num_tokens = submit.num_prompt + position
-                    self._send(request.router, delta)
-                    if output.finish:
-                        self._health.answered(began)
-                        self._end(submit.id, output.finish)
-                        return
-        except TimeoutError:
-            raise EngineFailure(f"{HANDOFF}no token came in time, and the lease of the KV may have ended") from None
-        except EngineFailure as failure:
-            if handoff is None or not is_first or str(failure).startswith(HANDOFF):
-                raise
-            # An engine reports the same error whether it cannot read the KV or fails in another way, so the handoff may
-            # have failed.
-            raise replace(failure, reason=f"{HANDOFF}{failure}", retry=True, is_suspicious=True) from None
+        request, began, handed_off = self._requests[submit.id], self._now(), handoff is not None
+        async with aclosing(outputs):
+            if handoff is None:
+                output = await anext(outputs)
+            else:
+                output = await _first_output(outputs, handoff, request.committed)
+                tokens += [handoff.first_token] if handoff.first_token >= 0 else []
+            self.recorder.event(submit.id, "first")
+            while True:
+                self._health.streamed(self._now())
+                delta = TokenDelta(submit.id, len(tokens) - submit.num_prompt, pack_ids(output.tokens), output.finish)
+                delta.handed_off, delta.logprobs, handed_off = handed_off, output.logprobs, False
+                tokens += output.tokens
+                self._send(request.router, delta)
+                if output.finish:
+                    break
+                output = await anext(outputs)
+        self._health.answered(began)
+        self._end(submit.id, output.finish)
 
     # ---- handoffs -----------------------------------------------------------------------------------------------
 
@@ -357,64 +338,52 @@ class ProxyNode:
         if (offer := self._engine.offer()) is not None:
             await self._push(submit, tokens, offer)
             return
-        position, began = len(tokens) - submit.num_prompt, self._now()
-        is_last = submit.max_tokens == position + 1
-        output, params = await self._engine.prefill(submit, tokens, keeps=not is_last)
-        computed_at = self._now()
-        self._health.streamed(computed_at)
-        self._health.answered(began)
-        self.recorder.event(submit.id, "first", count=1)
-        router = self._requests[submit.id].router
-        delta = TokenDelta(submit.id, position, pack_ids(output.tokens), logprobs=output.logprobs)
-        if output.finish == "stop" or is_last:
-            delta.finish = output.finish
-            self._send(router, delta)
+        output, params = await self._prefill(submit, tokens, None)
+        position = len(tokens) - submit.num_prompt
+        delta = TokenDelta(submit.id, position, pack_ids(output.tokens), output.finish, logprobs=output.logprobs)
+        kind = "seeded" if submit.sampling.temperature > 0 else "greedy"
+        is_sent = bool(output.finish) or kind in self.info.attributes["resumes"]
+        if is_sent:
+            self._send(self._requests[submit.id].router, delta)
+        if output.finish:
             self._end(submit.id, output.finish)
             return
         if params is None:
-            raise EngineFailure("the engine has no KV connector any more", is_garbage=True)
-        kind = "seeded" if submit.sampling.temperature > 0 else "greedy"
-        is_known = kind in self.info.attributes["resumes"]
-        if is_known:
-            self._send(router, delta)
-        lease_ms = round(1000 * (LEASE_SHARE * self._lease_s - (self._now() - computed_at)))
-        first_token = output.tokens[0] if is_known else NOT_SENT
+            raise garbage("the engine has no KV connector any more")
+        lease_ms = round(1000 * LEASE_SHARE * self._lease_s)
+        first_token = output.tokens[0] if is_sent else NOT_SENT
         await self._call(submit, ACCEPT, AcceptRequest(submit, json.dumps(params).encode(), lease_ms, first_token))
         self.counters.handoffs += 1
         self._end(submit.id, "handed_off")
 
-    async def _push(self, submit: SubmitRequest, tokens: list[int], params: dict[str, Any]) -> None:
+    async def _push(self, submit: SubmitRequest, tokens: list[int], offer: dict[str, Any]) -> None:
         """Let a decode engine wait for the KV of a prompt, which this node's engine computes and pushes.
 
         The decode node sends no token before this node has committed the handoff. If the prefill engine gives up the
-        request, the decode engine may generate tokens from incomplete KV. These tokens are never sent.
+        request, the decode engine may generate tokens from incomplete KV. These tokens are never sent, and the router,
+        which learns of the failure from this node, aborts the request on the decode node.
         """
-        accept = AcceptRequest(submit, json.dumps(params).encode(), PUSH_LEASE_MS, FROM_COMMIT)
-        await self._call(submit, ACCEPT, accept)
-        num_tokens, reason = len(tokens) - submit.num_prompt + 1, "the prefill node gave up the request"
-        first = replace(submit, max_tokens=num_tokens, min_tokens=min(submit.min_tokens, num_tokens))
-        began = self._now()
+        await self._call(submit, ACCEPT, AcceptRequest(submit, json.dumps(offer).encode(), PUSH_LEASE_MS, FROM_COMMIT))
         try:
-            async with aclosing(self._engine.generate(first, tokens, params)) as outputs:
-                output = await anext(outputs)
-            if len(output.tokens) != 1:
-                raise EngineFailure("the engine computed no token", is_garbage=True)
-            self._health.streamed(self._now())
-            self._health.answered(began)
-            self.recorder.event(submit.id, "first", count=1)
-            await self._call(submit, COMMIT, CommitRequest(submit.id.encode(), output.tokens[0], b""))
-            reason = ""
+            output, _ = await self._prefill(submit, tokens, offer)
         except EngineFailure as failure:
-            reason = str(failure)
-            if failure.status == 500:  # the transfer failed, and either engine may be at fault
-                self.counters.handoffs_failed += 1
-                raise EngineFailure(f"{HANDOFF}{failure}", is_suspicious=True, status=500) from None
-            raise
-        finally:
-            if reason:
-                self._tasks.start(self._stop_peer(submit, reason))
+            if failure.status != 500:
+                raise
+            self.counters.handoffs_failed += 1  # the transfer failed, and either engine may be at fault
+            raise replace(failure, reason=f"{HANDOFF}{failure}", retry=True, is_suspicious=True) from None
+        await self._call(submit, COMMIT, CommitRequest(submit.id.encode(), output.tokens[0], b""))
         self.counters.handoffs += 1
         self._end(submit.id, "handed_off")
+
+    async def _prefill(self, submit: SubmitRequest, tokens: list[int], offer: Params) -> tuple[EngineOutput, Params]:
+        began = self._now()
+        output, params = await self._engine.prefill(submit, tokens, offer)
+        if len(output.tokens) != 1:
+            raise garbage(f"it has {len(output.tokens)} tokens instead of one")
+        self._health.streamed(self._now())
+        self._health.answered(began)
+        self.recorder.event(submit.id, "first", count=1)
+        return output, params
 
     async def _call(self, submit: SubmitRequest, rpc: Rpc[Any, Ack], message: AcceptRequest | CommitRequest) -> None:
         """Call the proxy of the decode engine. Raises EngineFailure if that node cannot serve the request."""
@@ -427,10 +396,6 @@ class ProxyNode:
             self.counters.handoffs_failed += 1
             raise EngineFailure(f"{HANDOFF}{error}")
 
-    async def _stop_peer(self, submit: SubmitRequest, reason: str) -> None:
-        with suppress(PeerError):  # the router aborts the request too
-            await STOP.call(self._peers[submit.decode_node], StopRequest(b"", reason, submit.id), ACCEPT_S)
-
     async def accept(self, message: AcceptRequest) -> Ack:
         """Serve `ACCEPT`: answer a request whose prompt another engine computed. The KV can be read only once."""
         submit = message.request
@@ -439,13 +404,11 @@ class ProxyNode:
                 raise ValueError(f"node {self.info.id} does not decode now")
             if not self.sessions.is_attached(submit.router):
                 raise ValueError("this router is not connected to this node")
-            if not 0 < message.lease_ms <= MAX_LEASE_MS:
-                raise ValueError(f"lease_ms is {message.lease_ms}: it must be from 1 to {MAX_LEASE_MS}")
-            tokens, params = self._checked(submit), read_params(message.params, self._engine.check_params)
-            if refusal := self._refusal(submit, is_handoff=True):
-                raise ValueError(refusal)
-            outputs = self._engine.generate(submit, tokens, params)
-        except ValueError as error:
+            if submit.id in self._aborted:
+                raise ValueError("the router has aborted this request")
+            tokens = self._admit(submit, is_handoff=True)
+            outputs = self._engine.generate(submit, tokens, self._engine.transfer.read(message.params))
+        except (ValueError, EngineFailure) as error:
             return Ack(str(error))
         committed = asyncio.get_running_loop().create_future() if message.first_token == FROM_COMMIT else None
         self._start(submit.router, submit, tokens, partial(self._run, submit, tokens, outputs, message), committed)
@@ -457,11 +420,6 @@ class ProxyNode:
         if request is None or request.committed is None or request.committed.done():
             return Ack("this node no longer has the request")
         request.committed.set_result(message.first_token)
-        return Ack()
-
-    async def stop(self, message: StopRequest) -> Ack:
-        """Serve `STOP`: the prefill engine failed or gave up a request, so the request's KV will not arrive."""
-        self._fail(message.request, f"{HANDOFF}{message.reason:.200}", retry=True)
         return Ack()
 
     # ---- ends ---------------------------------------------------------------------------------------------------
@@ -480,26 +438,32 @@ class ProxyNode:
     def _end(self, request_id: str, reason: str) -> None:
         """Remove a request, and close its connection to the engine. Do nothing if the request has ended."""
         request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        self.recorder.event(request_id, "ended", reason=reason)
-        if request.task is not asyncio.current_task():
-            request.task.cancel()
+        if request is not None:
+            self._steps.end(request_id, reason)
+            request.task.cancel()  # if it is the current task, it ends at its next await
 
     def _abort_router(self, router: str) -> None:
         for request_id in [key for key, request in self._requests.items() if request.router == router]:
             self._end(request_id, "aborted")
 
 
-async def _join(delta: TokenDelta, output: EngineOutput, first_token: int, committed: Any) -> None:
-    """Mark the first delta of a decode engine as handed off. Drop its first token if the router already has that token.
+async def _first_output(outputs: Outputs, handoff: AcceptRequest, committed: Any) -> EngineOutput:
+    """Return the first output of a decode engine, without the first token if the router already has that token.
 
-    Raises EngineFailure if the prefill engine sampled another first token.
+    Raises EngineFailure if the KV cannot be read in time, or if the prefill engine sampled another first token.
     """
-    delta.handed_off = True
-    expected = first_token if committed is None else await committed
+    try:
+        async with asyncio.timeout(handoff.lease_ms / 1000):
+            output = await anext(outputs)
+            expected = handoff.first_token if committed is None else await committed
+    except TimeoutError:
+        raise EngineFailure(f"{HANDOFF}no token came in time, and the lease of the KV may have ended") from None
+    except EngineFailure as failure:
+        # An engine reports the same error whether it cannot read the KV or fails in another way, so the handoff may
+        # have failed.
+        raise replace(failure, reason=f"{HANDOFF}{failure}", retry=True, is_suspicious=True) from None
     if expected >= 0 and output.tokens[:1] != [expected]:
         raise EngineFailure(f"{HANDOFF}the engines sampled different first tokens")
-    if first_token >= 0:
+    if handoff.first_token >= 0:
         del output.tokens[0], output.logprobs[:1]
-        delta.position += 1
+    return output

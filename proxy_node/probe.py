@@ -69,9 +69,9 @@ async def connector(engine: EngineClient) -> str:
     """Return the name of the engine's KV connector, or "" if it has none. Raises the same errors as `resumes`."""
     prompt = [engine.vocab_size - 1]
     try:
-        _, params = await engine.prefill(probe_request(prompt, 1, temperature=0.0), prompt)
+        _, params = await engine.prefill(probe_request(prompt, 2, temperature=0.0), prompt, None)
     except EngineFailure as failure:
-        if not failure.is_garbage:
+        if failure.fault != "malformed":
             raise
         text = f"its KV connector is not NixlConnector in the transfer mode pull ({failure})"
         raise ConfigError(f"--engine {engine.url}: {text}; start it with another --kv-transfer-config") from None

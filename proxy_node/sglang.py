@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from proxy_node.client import HEALTH_S, EngineClient, EngineFacts, Outputs, Params
-from proxy_node.connectors import check_bootstrap
-from proxy_node.wire import EngineFailure, EngineMetrics, EngineOutput, EventReader, cache_salt, likeliest, read_metrics
+from proxy_node.connectors import BootstrapParams
+from proxy_node.wire import EngineFailure, EngineOutput, EventReader, cache_salt, likeliest, read_metrics
 from shared.rpc.messages import Logprobs, SubmitRequest, unpack_ids
 
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -39,7 +39,7 @@ class SglangEngine(EngineClient):
     """
 
     program, needs = "SGLang", "Baton needs an SGLang server of version 0.5 or newer"
-    check_params = staticmethod(check_bootstrap)
+    transfer = BootstrapParams
     num_healthy = 0
     bootstrap: Params = None  # the bootstrap address, if the server is a prefill server
 
@@ -65,17 +65,17 @@ class SglangEngine(EngineClient):
         resumes = "greedy, seeded" if info.get("enable_deterministic_inference") else "greedy"
         return replace(facts, role=mode, connector=backend, resumes=resumes)
 
-    async def metrics(self) -> EngineMetrics:
+    async def metrics(self) -> dict[str, float]:
         await self.get("/health")
         self.num_healthy += 1
         try:
-            found = read_metrics(await self.get("/metrics"), "sglang").values
+            found = read_metrics(await self.get("/metrics"), "sglang")
         except EngineFailure as failure:
             if failure.status != 404:
                 raise
             found = {}
         values = {name: found[own] for own, name in METRICS.items() if own in found}
-        return EngineMetrics(values | {"iteration_tokens_total_count": self.num_healthy}, {}, 1)
+        return values | {"iteration_tokens_total_count": self.num_healthy}
 
     def generate(self, submit: SubmitRequest, tokens: list[int], params: Params = None) -> Outputs:
         self.check(submit)
@@ -162,7 +162,7 @@ class GenerateReader(EventReader):
             if finish["type"] not in {"stop", "length"}:
                 text = f"the engine ended the request: {finish['type']!s:.40}: {finish.get('message')!s:.200}"
                 status = finish.get("status_code") or 0
-                raise EngineFailure(text, retry=status != 400, is_refusal=not status, status=status)
+                raise EngineFailure(text, retry=status != 400, fault=None if status else "refused", status=status)
             output.finish = finish["type"]
 
     def _logprobs(self, tokens: list[int], rows: list[Any], tops: list[Any]) -> list[Logprobs]:

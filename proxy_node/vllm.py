@@ -3,9 +3,17 @@
 import json
 from typing import Any
 
-from proxy_node import connectors
 from proxy_node.client import ANSWER_S, EngineClient, EngineFacts, Outputs, Params, headers_of
-from proxy_node.wire import EngineMetrics, EngineOutput, EventReader, completion_body, read_metrics, reading
+from proxy_node.connectors import PREFILL_PARAMS, NixlParams
+from proxy_node.wire import (
+    EngineOutput,
+    EventReader,
+    completion_body,
+    next_token_only,
+    read_labels,
+    read_metrics,
+    reading,
+)
 from shared.errors import ConfigError
 from shared.rpc.messages import SubmitRequest, unpack_ids
 
@@ -18,19 +26,19 @@ class VllmEngine(EngineClient):
     """Calls one vLLM server by `/v1/completions`, with token ids in requests and answers."""
 
     program, needs = "vLLM", "Baton needs a vLLM server of version 0.19 or newer"
-    check_params = staticmethod(connectors.check_params)
+    transfer = NixlParams
 
     async def describe(self) -> EngineFacts:
         with self.describing():
             card = json.loads(await self.get("/v1/models"))["data"][0]
             self.model, max_model_len = str(card["id"]), int(card["max_model_len"])
             version = str(json.loads(await self.get("/version"))["version"])
-        metrics = await self.metrics()
-        if metrics.num_engines > 1:
-            text = f"has {metrics.num_engines} data-parallel engines; start one server for each engine"
+        caches = {each.get("engine"): each for each in read_labels(await self.get("/metrics"), "cache_config_info")}
+        if len(caches) > 1:
+            text = f"has {len(caches)} data-parallel engines; start one server for each engine"
             raise ConfigError(f"--engine {self.url}: {text}")
         try:
-            cache = metrics.cache
+            [cache] = caches.values()
             block_tokens, num_blocks = int(cache["block_size"]), int(cache["num_gpu_blocks"])
             if block_tokens < 1 or num_blocks < 1:
                 raise ValueError("there is no KV cache")
@@ -44,7 +52,7 @@ class VllmEngine(EngineClient):
         dtype = cache.get("cache_dtype", "")
         return EngineFacts(self.model, version, max_model_len, block_tokens, num_blocks, block_bytes, dtype)
 
-    async def metrics(self) -> EngineMetrics:
+    async def metrics(self) -> dict[str, float]:
         return read_metrics(await self.get("/metrics"))
 
     async def tokenize(self, text: str) -> list[int]:
@@ -71,17 +79,17 @@ class VllmEngine(EngineClient):
                 f"{MAX_STOP_TOKENS}"
             )
 
-    async def prefill(
-        self, submit: SubmitRequest, tokens: list[int], *, keeps: bool = True
-    ) -> tuple[EngineOutput, Params]:
-        body = completion_body(submit, tokens, self.model, connectors.PREFILL_PARAMS if keeps else None)
+    async def prefill(self, submit: SubmitRequest, tokens: list[int], offer: Params) -> tuple[EngineOutput, Params]:
+        first = next_token_only(submit, tokens)
+        is_last = first.max_tokens == submit.max_tokens
+        # vLLM returns the parameters of the KV only in answers that are not streamed.
+        body = completion_body(first, tokens, self.model, None if is_last else PREFILL_PARAMS) | {"stream": False}
         reader, output = self._reader(body), EngineOutput()
-        body |= {"max_tokens": 1, "min_tokens": min(1, body["min_tokens"]), "stream": False}
         data = await self.fetch("POST", "/v1/completions", json=body, headers=headers_of(submit))
         with reading():
             found = json.loads(data)
             reader.add(output, found)
-            if len(output.tokens) != 1:
-                raise ValueError(f"{len(output.tokens)} tokens instead of one")
+            if output.finish == "length" and not is_last:
+                output.finish = ""
             params = found.get("kv_transfer_params")
-            return output, None if params is None else self.check_params(params)
+            return output, None if params is None else self.transfer.read(params)

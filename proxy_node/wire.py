@@ -9,9 +9,10 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from proxy_node.health import Fault
 from shared.rpc.messages import Logprobs, SamplingParams, SubmitRequest, unpack_ids
 
 MAX_EVENT_BYTES = 1 << 20  # maximum size of an event, not counting the prompt's ids, which the first event repeats
@@ -32,8 +33,7 @@ class EngineFailure(Exception):
     reason: str
     retry: bool = True  # whether another node may succeed
     is_suspicious: bool = False  # whether the engine may be gone
-    is_garbage: bool = False  # whether the engine's answer violates the protocol
-    is_refusal: bool = False  # whether the engine refused or gave up a valid request for a reason other than load
+    fault: Fault | None = None  # set if this kind of failure shows that the engine does not work
     status: int = 0  # the HTTP status if the engine refused the request
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class EngineFailure(Exception):
 
 
 def garbage(reason: str) -> EngineFailure:
-    return EngineFailure(f"the engine's answer is malformed: {reason}", is_garbage=True)
+    return EngineFailure(f"the engine's answer is malformed: {reason}", fault="malformed")
 
 
 @contextmanager
@@ -93,6 +93,12 @@ def cache_salt(submit: SubmitRequest) -> str:
     """Return the salt for the request's prefixes in the engine's cache, in hex digits. Requests share cached
     prefixes only if their salts are equal."""
     return (submit.salt if submit.share_prefix else submit.salt + b"\0" + submit.id.encode()).hex()
+
+
+def next_token_only(submit: SubmitRequest, tokens: Sequence[int]) -> SubmitRequest:
+    """Return the request that generates only the token after `tokens`."""
+    count = len(tokens) - submit.num_prompt + 1
+    return replace(submit, max_tokens=count, min_tokens=min(submit.min_tokens, count))
 
 
 def probe_request(tokens: list[int], max_tokens: int, **sampling: Any) -> SubmitRequest:
@@ -152,7 +158,9 @@ class EventReader:
                 output.logprobs += read_logprobs(choice["logprobs"], tokens, self.num_logprobs)
             if (finish := choice.get("finish_reason")) is not None:
                 if finish not in FINISHES:
-                    raise EngineFailure(f"the engine ended the request: {finish!s:.40}", is_refusal=finish == "abort")
+                    raise EngineFailure(
+                        f"the engine ended the request: {finish!s:.40}", fault="refused" if finish == "abort" else None
+                    )
                 output.finish = FINISHES[finish]
 
     def checked(self, tokens: list[int]) -> list[int]:
@@ -196,30 +204,21 @@ def likeliest(token: int, logprob: float, top: dict[int, float], num_top: int) -
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class EngineMetrics:
-    """The contents of `/metrics`."""
-
-    values: dict[str, float]  # keyed by the name without its prefix, or by NAME:SOURCE if there is a label `source`
-    cache: dict[str, str]  # the labels of `cache_config_info`
-    num_engines: int  # number of data-parallel engines of the server
-
-
-def read_metrics(text: str, prefix: str = "vllm") -> EngineMetrics:
-    """Parse the text of `/metrics`. Add up the series of each metric, separately for each value of a label `source`."""
+def read_metrics(text: str, prefix: str = "vllm") -> dict[str, float]:
+    """Parse the text of `/metrics`. Return the values, keyed by the name without its prefix, or by NAME:SOURCE if there
+    is a label `source`. Add up all other series of a metric."""
     values: dict[str, float] = {}
-    cache: dict[str, str] = {}
-    engines: set[str] = set()
-    for match in METRIC.finditer(text):
-        own_prefix, name, labels, value = match.groups()
-        if own_prefix != prefix or name.endswith(("_bucket", "_created")):
+    for own_prefix, metric, labels, value in METRIC.findall(text):
+        if own_prefix != prefix or metric.endswith(("_bucket", "_created")):
             continue
-        found = dict(LABEL.findall(labels or ""))
-        name += f":{found['source']}" if "source" in found else ""
+        source = dict(LABEL.findall(labels)).get("source", "")
+        name = f"{metric}:{source}" if source else metric
         with suppress(ValueError):
             if math.isfinite(number := float(value)):
                 values[name] = values.get(name, 0.0) + number
-        if name in {"cache_config_info", "num_requests_running"}:
-            engines.add(found.get("engine", "0"))
-            cache |= found if name == "cache_config_info" else {}
-    return EngineMetrics(values, cache, len(engines))
+    return values
+
+
+def read_labels(text: str, metric: str) -> list[dict[str, str]]:
+    """Return the labels of each series of a metric in the text of `/metrics`."""
+    return [dict(LABEL.findall(labels)) for _, name, labels, _ in METRIC.findall(text) if name == metric]

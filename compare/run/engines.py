@@ -39,7 +39,7 @@ class EngineMeter:
             async with engine.open(), deadline():
                 await engine.describe()
                 await engine.collect(probe_request([0], 2, temperature=0.0), [0])  # an idle server updates no counters
-                return (await engine.metrics()).values
+                return await engine.metrics()
         except (EngineFailure, ConfigError) as error:
             raise EndpointError(f"{url}: {error}") from None
 

@@ -32,7 +32,7 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]
             "number": details.iteration_index,
             "end_ns": time.time_ns(),
             "elapsed_us": round(1000 * details.elapsed_ms),
-            "num_prefills": details.num_ctx_requests,
+            "num_prefills": details.num_ctx_requests,  # only older proxies read it
             "prefill_tokens": details.num_ctx_tokens,
             "num_decodes": details.num_generation_requests,
             "decode_tokens": details.num_generation_tokens,

@@ -399,7 +399,7 @@ class AcceptRequest:
     `params` is the JSON object with which the decode engine gets the prompt's KV from the prefill engine. The decode
     engine may use it once, and must sample the first token within `lease_ms` milliseconds. If `first_token` is not
     negative, the router has this token, and the decode engine must sample the same token. If `first_token` is -2, the
-    prefill engine is still computing the prompt, and its proxy later commits or stops the request. In that commit,
+    prefill engine is still computing the prompt, and its proxy commits the request later. In that commit,
     `reservation_id` is the request's id.
     """
 

@@ -139,6 +139,13 @@ class RouterLine:
         assert await wait_until(all_ended, 5.0), self.events()
 
 
+class UnreadLine(RouterLine):
+    """A router that does not read its stream."""
+
+    async def send_message(self, update: Any) -> None:
+        await asyncio.Event().wait()
+
+
 @dataclass
 class HashNode:
     """A node with its role adapter, its scheduler and its memory."""

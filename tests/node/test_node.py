@@ -27,6 +27,7 @@ from tests.node.harness import (
     VOCABULARY,
     HashNode,
     RouterLine,
+    UnreadLine,
     attached,
     hash_node,
     quiet,  # noqa: F401
@@ -208,13 +209,6 @@ async def test_a_node_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> No
         assert await wait_until(lambda: bool(line.errors()), 5.0)
         assert "tokenizer.json" in line.errors()[0][0]
         assert await wait_until(lambda: bool(line.finishes("plain")), 5.0)
-
-
-class UnreadLine(RouterLine):
-    """A router that does not read its stream."""
-
-    async def send_message(self, update: Any) -> None:
-        await asyncio.Event().wait()
 
 
 @pytest.mark.usefixtures("quiet")

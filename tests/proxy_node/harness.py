@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from node.engine_steps import StepSocket
 from proxy_node import client
 from proxy_node.client import EngineClient
 from proxy_node.node import ProxyNode
@@ -64,7 +65,7 @@ async def running(
         await stack.enter_async_context(engine.open())
         await engine.describe()
         attributes = {"connector": knobs.get("connector", "") or "none", "resumes": resumes}
-        node = ProxyNode(replace(INFO, role=role, attributes=attributes), engine, 0.05, stuck_s, lease_s)
+        node = ProxyNode(replace(INFO, role=role, attributes=attributes), engine, 0.05, stuck_s, lease_s, StepSocket())
         server_of_node = RpcServer(node.handlers())
         address = f"127.0.0.1:{await server_of_node.start('127.0.0.1', 0)}"
         stack.push_async_callback(server_of_node.close)

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from proxy_node.probe import resumes
 from proxy_node.vllm import VllmEngine
@@ -71,7 +72,7 @@ async def test_an_engine_describes_itself_and_answers_token_ids(server: str) -> 
         rest, _, _ = await outputs_of(engine, submission(30), PROMPT + whole[:12])
         assert rest == whole[12:], "a retry continues with the same tokens"
         metrics = await engine.metrics()
-        assert metrics.values["iteration_tokens_total_count"] > 0
+        assert metrics["iteration_tokens_total_count"] > 0
 
 
 async def test_the_capacity_is_the_number_of_tokens_that_fit() -> None:
@@ -119,7 +120,7 @@ async def test_an_engine_drops_a_request_whose_reader_has_gone(server: str) -> N
         async with aclosing(engine.generate(submission(1000), PROMPT)) as outputs:
             assert (await anext(outputs)).tokens
         idle = asyncio.get_running_loop().time() + 60
-        while (await engine.metrics()).values["num_requests_running"]:
+        while (await engine.metrics())["num_requests_running"]:
             assert asyncio.get_running_loop().time() < idle
             await asyncio.sleep(0.05)
         assert server or stub.dropped == 1
@@ -181,29 +182,29 @@ async def test_a_wrong_key_names_the_flag_and_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "retry", "is_suspicious", "is_garbage"),
+    ("knob", "retry", "is_suspicious", "fault"),
     [
-        ("refuse_503", True, True, False),
-        ("refuse_500", True, True, False),
-        ("refuse_429", True, False, False),
-        ("truncate", True, True, False),
-        ("error_event", False, True, False),
-        ("abort", True, False, False),
-        ("bad_json", True, False, True),
-        ("bad_id", True, False, True),
-        ("bad_type", True, False, True),
-        ("long_line", True, False, True),
-        ("too_many", True, False, True),
+        ("refuse_503", True, True, None),
+        ("refuse_500", True, True, None),
+        ("refuse_429", True, False, None),
+        ("truncate", True, True, "refused"),
+        ("error_event", False, True, None),
+        ("abort", True, False, "refused"),
+        ("bad_json", True, False, "malformed"),
+        ("bad_id", True, False, "malformed"),
+        ("bad_type", True, False, "malformed"),
+        ("long_line", True, False, "malformed"),
+        ("too_many", True, False, "malformed"),
     ],
 )
 async def test_each_fault_of_an_engine_is_classified(
-    fault: str, retry: bool, is_suspicious: bool, is_garbage: bool
+    knob: str, retry: bool, is_suspicious: bool, fault: str | None
 ) -> None:
-    async with engine_at("", **{fault: 1}) as (engine, _):
+    async with engine_at("", **{knob: 1}) as (engine, _):
         with pytest.raises(EngineFailure) as failure:
             await outputs_of(engine, submission(20), PROMPT)
         found = failure.value
-        assert (found.retry, found.is_suspicious, found.is_garbage) == (retry, is_suspicious, is_garbage), found
+        assert (found.retry, found.is_suspicious, found.fault) == (retry, is_suspicious, fault), found
         tokens, _, _ = await outputs_of(engine, submission(20), PROMPT)
         assert tokens == answer(PROMPT, 20)
 
@@ -224,6 +225,27 @@ async def test_a_slow_engine_is_not_gone_and_a_dead_one_is() -> None:
         with pytest.raises(EngineFailure) as failure:
             await dead.metrics()
         assert failure.value.is_suspicious
+
+
+async def test_a_deeply_nested_error_is_a_failure_of_the_engine() -> None:
+    class NestedStub(VllmStub):
+        async def _health(self, _: web.Request) -> web.Response:
+            return web.Response(status=500, text="[" * 60_000)
+
+    async with NestedStub().serve() as url, (engine := VllmEngine(url, "", VOCABULARY)).open():
+        assert await engine.is_gone() is None
+
+
+async def test_one_engine_may_have_several_descriptions_of_its_cache() -> None:
+    """With several API servers, vLLM may keep the metrics of an earlier start in PROMETHEUS_MULTIPROC_DIR."""
+
+    class RestartedStub(VllmStub):
+        async def _metrics(self, request: web.Request) -> web.Response:
+            text = (await super()._metrics(request)).text or ""
+            return web.Response(text=text.replace('num_gpu_blocks="', 'num_gpu_blocks="1') + text)
+
+    async with RestartedStub().serve() as url, (engine := VllmEngine(url, "", VOCABULARY)).open():
+        assert (await engine.describe()).block_tokens == 16
 
 
 async def test_many_requests_run_at_once() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from proxy_node.connectors import MAX_PARAMS_BYTES, check_params, read_params
+from proxy_node.connectors import NixlParams
 from shared.rpc.messages import AcceptRequest, RouterCommand, SamplingParams, SetRoleRequest, SubmitRequest
 from tests.node.harness import ROUTER, submission
 from tests.proxy_node.harness import WAIT_S, Running, running
@@ -155,12 +156,9 @@ async def test_the_proxies_refuse_what_they_cannot_hand_over() -> None:
         good = AcceptRequest(submission("a", PROMPT, 9), json.dumps(PARAMS).encode(), 1000)
         calls = len(decode.stub.calls)
         for words, message in [
-            ("lease_ms", replace(good, lease_ms=0)),
-            ("lease_ms", replace(good, lease_ms=-5)),
-            ("kv_transfer_params", replace(good, params=b"[]")),
-            ("kv_transfer_params", replace(good, params=b"{" * 100_000)),
-            ("kv_transfer_params", replace(good, params=b"\xff")),
-            (f"more than {MAX_PARAMS_BYTES}", replace(good, params=b" " * (MAX_PARAMS_BYTES + 1))),
+            ("KV transfer parameters", replace(good, params=b"[]")),
+            ("KV transfer parameters", replace(good, params=b"{" * 100_000)),
+            ("KV transfer parameters", replace(good, params=b"\xff")),
             ("router is not connected", replace(good, request=submission("a", PROMPT, 9, router="stranger"))),
             ("vocabulary", replace(good, request=submission("a", [9999], 9))),
         ]:
@@ -180,11 +178,19 @@ async def test_the_proxies_refuse_what_they_cannot_hand_over() -> None:
     st.one_of(st.none(), st.floats(), st.just([None]), st.just({}), st.just(-1), st.just("x" * 300), st.just([["a"]]))
 )
 def test_malformed_params_are_refused_before_an_engine_sees_them(name: str, value: object) -> None:
-    assert check_params(PARAMS) == PARAMS
-    with pytest.raises(ValueError, match="kv_transfer_params"):
-        check_params(PARAMS | {name: value})
-    with pytest.raises(ValueError, match="kv_transfer_params"):
-        read_params(json.dumps(PARAMS | {name: value}).encode(), check_params)
+    assert NixlParams.read(PARAMS) == PARAMS
+    with pytest.raises(ValueError, match="KV transfer parameters"):
+        NixlParams.read(PARAMS | {name: value})
+    with pytest.raises(ValueError, match="KV transfer parameters"):
+        NixlParams.read(json.dumps(PARAMS | {name: value}).encode())
+
+
+def test_the_first_malformed_number_of_a_long_list_ends_the_check() -> None:
+    """A description of each of a million malformed numbers would take seconds and gigabytes."""
+    for blocks in ([[-1, -1]], [[-1], [-1]]):
+        with pytest.raises(ValidationError) as failure:
+            NixlParams.model_validate(PARAMS | {"remote_block_ids": blocks})
+        assert failure.value.error_count() == 1
 
 
 async def test_a_lost_prefill_engine_does_not_fail_handed_over_answers() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy_node.health import MAX_FAILURES, WINDOW_S, EngineHealth
+from proxy_node.health import MAX_FAULTS, WINDOW_S, EngineHealth
 
 KINDS = ["stream", "step", "load", "idle", "same", "wait"]
 OBSERVATIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0.1, 9)))
@@ -36,21 +36,21 @@ def test_an_engine_is_stuck_if_and_only_if_it_made_no_progress_for_that_time(see
 def test_rare_malformed_answers_are_no_reason_to_leave_and_many_are() -> None:
     health = EngineHealth(1e9, 0.0)
     for number in range(20):
-        health.malformed(number * (WINDOW_S / (MAX_FAILURES - 1) + 0.1))
+        health.failed(number * (WINDOW_S / (MAX_FAULTS - 1) + 0.1), "malformed")
     assert not health.check(500.0)
-    for _ in range(MAX_FAILURES):
-        health.malformed(500.0)
+    for _ in range(MAX_FAULTS):
+        health.failed(500.0, "malformed")
     assert "malformed" in health.check(500.0)
 
 
 def test_refusals_count_until_the_engine_has_answered_a_later_request() -> None:
     health = EngineHealth(1e9, 0.0)
     for now in range(100):
-        health.refused(float(now))
+        health.failed(float(now), "refused")
         health.answered(now - 0.5)  # to a request that was sent between the last two refusals
     assert not health.check(100.0)
     for now in (100.0, 101.0, 102.0):
-        health.refused(now)
+        health.failed(now, "refused")
         health.answered(now - 60.0)  # to a request that was sent before all refusals, as while a server drains
     assert "refused" in health.check(102.0)
 

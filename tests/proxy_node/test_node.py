@@ -1,6 +1,7 @@
 """Test one incarnation of a proxy node against a stub engine: the messages that its router gets for each event."""
 
 import asyncio
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node.router_sessions import RouterSessions
+from proxy_node import node
 from shared.rpc.messages import SetRoleRequest
-from tests.node.harness import RouterLine, submission
+from tests.node.harness import RouterLine, UnreadLine, submission
 from tests.proxy_node.harness import INFO, PROMPT, WAIT_S, running
 from tests.proxy_node.vllm_stub import NUM_BLOCKS, VOCABULARY, answer
 
@@ -87,6 +90,16 @@ async def test_the_end_of_a_router_drops_its_requests() -> None:
         await here.until(lambda: here.stub.running == 5)
         here.line.hang_up()
         await here.until(lambda: here.stub.dropped == 5)
+
+
+async def test_a_router_that_does_not_read_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "RouterSessions", partial(RouterSessions, max_unread=20))
+    async with running(token_s=0.01) as here:
+        unread = UnreadLine("other")
+        unread.say_hello()
+        unread.submit(submission("a", PROMPT, 5000), submission("b", PROMPT, 5000))
+        await asyncio.wait_for(here.node.attach(unread), WAIT_S)
+        await here.until(lambda: here.stub.dropped == 2)
 
 
 @pytest.mark.parametrize("knob", ["", "is_unhealthy"])

@@ -63,12 +63,10 @@ async def test_an_engine_describes_itself_and_its_load() -> None:
         assert (facts.kind, facts.version, facts.block_tokens, facts.num_blocks) == ("sglang", "0.5.23", 16, 4096)
         assert (await resumes(engine), facts.connector, facts.role) == ("greedy", "", "")
         stub.running = 3
-        first = (await engine.metrics()).values
+        first = await engine.metrics()
         assert first["num_requests_running"] == 3
         stub.set({"has_metrics": False})
-        assert (await engine.metrics()).values == {
-            "iteration_tokens_total_count": first["iteration_tokens_total_count"] + 1
-        }
+        assert (await engine.metrics()) == {"iteration_tokens_total_count": first["iteration_tokens_total_count"] + 1}
         stub.set({"is_unhealthy": True})
         with pytest.raises(EngineFailure):
             await engine.metrics()

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from proxy_node.connectors import check_bootstrap
+from proxy_node.connectors import BootstrapParams
 from proxy_node.sglang import SglangEngine
-from shared.rpc.messages import AcceptRequest, SamplingParams, StopRequest, SubmitRequest
+from shared.rpc.messages import AcceptRequest, SamplingParams, SubmitRequest
 from tests.cluster.harness import DEMO, ROOT, Cluster, completion, wait_for
+from tests.engine.build import thinned
 from tests.node.harness import submission
 from tests.proxy_node.clusters import Act, Engines, freeze_engine, kill_engine, kill_proxy, lose, repair, serving
 from tests.proxy_node.harness import Running, running
@@ -70,11 +71,10 @@ async def test_a_failed_prefill_ends_the_wait_of_the_decode_server_at_once(fault
     async with pair() as (prefill, decode):
         prefill.stub.set({fault: 1})
         prefill.line.submit(handed(decode, "a", 20))
-        await decode.until(lambda: decode.line.errors() and prefill.line.errors() and decode.stub.aborted)
-        await decode.until(lambda: not decode.stub.num_waiting)
-        assert decode.line.tokens("a") == []
-        [(error, retry)] = decode.line.errors()
-        assert error.startswith("handoff: ") and retry  # noqa: PT018
+        await prefill.until(prefill.line.errors)
+        decode.line.abort("a")  # as a router does after the error
+        await decode.until(lambda: decode.stub.aborted and not decode.stub.num_waiting)
+        assert not decode.line.deltas
         [(error, retry)] = prefill.line.errors()
         assert error.startswith("handoff: ") is (fault == "no_transfer")
         assert retry is (fault != "cut_prompt")
@@ -104,6 +104,16 @@ async def test_an_abort_reaches_both_servers_while_they_wait_for_each_other() ->
         assert not decode.line.errors()
 
 
+async def test_an_abort_may_reach_the_decode_node_before_the_handoff() -> None:
+    """A prefill node hands over late, for example after a freeze, when the router has already given up the request."""
+    async with pair() as (prefill, decode):
+        decode.line.abort("a")
+        await decode.until(decode.line.commands.empty)
+        prefill.line.submit(handed(decode, "a", 20))
+        await prefill.until(lambda: prefill.line.errors() or decode.stub.calls)
+        assert not decode.stub.calls
+
+
 async def test_a_decode_server_that_gets_no_kv_fails_the_handoff() -> None:
     async with pair(waiting_s=0.5) as (prefill, decode):
         prefill.stub.set({"lost_push": 1})
@@ -111,9 +121,10 @@ async def test_a_decode_server_that_gets_no_kv_fails_the_handoff() -> None:
         await decode.until(lambda: decode.line.errors())
         [(error, retry)] = decode.line.errors()
         assert error.startswith("handoff: ") and "TimeoutError" in error and retry  # noqa: PT018
-        await prefill.stop()  # a real router aborts request "b" when it notices the loss of the node
+        await prefill.stop()
         prefill.line.submit(handed(decode, "b", 20))
         await prefill.until(lambda: prefill.node.lost.done())
+        decode.line.abort("b")  # as a router does when it notices the loss of the node
         await decode.until(lambda: not decode.stub.num_waiting)
 
 
@@ -132,18 +143,17 @@ async def test_a_server_of_a_pair_does_not_work_alone() -> None:
 
 
 async def test_the_proxies_refuse_what_they_cannot_hand_over() -> None:
-    assert check_bootstrap(BOOTSTRAP) == BOOTSTRAP
+    assert BootstrapParams.read(BOOTSTRAP) == BOOTSTRAP
     for wrong in (
         None, [], {}, BOOTSTRAP | {"rid": "x"}, BOOTSTRAP | {"bootstrap_host": ""}, BOOTSTRAP | {"bootstrap_port": "1"},
         BOOTSTRAP | {"bootstrap_port": 70_000}, BOOTSTRAP | {"bootstrap_room": 0}, BOOTSTRAP | {"bootstrap_room": 2**63},
         BOOTSTRAP | {"bootstrap_room": True},
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="bootstrap"):
-            check_bootstrap(wrong)
+        with pytest.raises(ValueError, match="KV transfer parameters"):
+            BootstrapParams.read(wrong)
     async with pair() as (prefill, decode):
         message = AcceptRequest(submission("a", PROMPT, 9), b'{"do_remote_prefill": true}', 1000)
-        assert "bootstrap parameters" in (await decode.node.accept(message)).error
-        await decode.node.stop(StopRequest(b"", "unknown", "nobody"))
+        assert "bootstrap_host" in (await decode.node.accept(message)).error
         limited = SamplingParams(temperature=0.0, allowed_tokens=bytes(4))
         prefill.line.submit(replace(handed(decode, "b", 9), sampling=limited))
         await prefill.until(prefill.line.errors)
@@ -181,7 +191,7 @@ def test_prompts_are_computed_by_one_server_and_answers_by_the_other(served: tup
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-1"])
-@pytest.mark.parametrize("act", [kill_engine, freeze_engine, kill_proxy], ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", thinned([kill_engine, freeze_engine, kill_proxy], 2), ids=lambda act: act.__name__)
 def test_no_client_sees_the_loss_of_either_side(served: tuple[Cluster, Engines], act: Act, name: str) -> None:
     cluster, engines = served
     lose(cluster, engines, act, name, 0)
@@ -218,7 +228,9 @@ def test_without_prefill_nodes_requests_are_refused_until_one_is_back(served: tu
     assert cluster.complete(PROMPT, 5) == answer(PROMPT, 5)
 
 
-@pytest.mark.parametrize(("mode", "role"), [("decode", "prefill"), ("prefill", "decode"), ("null", "prefill")])
+@pytest.mark.parametrize(
+    ("mode", "role"), thinned([("decode", "prefill"), ("prefill", "decode"), ("null", "prefill")], 3)
+)
 def test_the_role_must_be_that_of_the_server(served: tuple[Cluster, Engines], mode: str, role: str) -> None:
     _, engines = served
     engines.set("decode-0", disaggregation_mode=mode)

@@ -5,16 +5,16 @@ import json
 import socket
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.plan import LocalSettings
-from node.engine_steps import EngineStep, RequestProgress, StepSocket, StepTracker, read_step, work_of
+from node.engine_steps import EngineStep, StepSocket, StepTracker, work_of
 from node.recorder import StepRecorder
 from scheduler.cost import StepWork, pairs_of
+from scheduler.request import Request, Slice
 from shared.lifecycle import wait_until
 from shared.rpc.messages import unpack_ids
 from tests.cluster.harness import wait_for
@@ -23,7 +23,7 @@ from tests.proxy_node.vllm_stand_in import CONFIG, SchedulerStats, stats, step_l
 from tests.proxy_node.vllm_stub import answer
 
 STEP = EngineStep(
-    number=7, end_ns=10**18, elapsed_us=2000, num_prefills=0, prefill_tokens=0, num_decodes=1, decode_tokens=1, running=1,
+    number=7, end_ns=10**18, elapsed_us=2000, prefill_tokens=0, num_decodes=1, decode_tokens=1, running=1,
     waiting=0, cached_tokens=0, max_num_seqs=32, max_step_tokens=4096,
 )  # fmt: skip
 
@@ -35,7 +35,7 @@ def logger_of(**options: int) -> Any:
 
 
 def step(**changes: int) -> EngineStep:
-    return EngineStep(**(asdict(STEP) | changes))
+    return EngineStep(**(STEP.model_dump() | changes))
 
 
 @pytest.fixture
@@ -58,10 +58,12 @@ def test_the_plugin_reports_each_step(listener: socket.socket) -> None:
     dummy.iteration_details.is_dummy = True
     logger.record(dummy, None)
     logger.record(scheduler_stats=stats(2, (3, 500), 4, 12.5, cached=96), iteration_stats=None, mm_cache_stats=None)
-    found = read_step(listener.recv(4096))
-    expected = {"number": 2, "elapsed_us": 12_500, "num_prefills": 3, "prefill_tokens": 500, "cached_tokens": 96}
+    data = listener.recv(4096)
+    assert json.loads(data)["num_prefills"] == 3, "older proxies need it"
+    found = EngineStep.model_validate_json(data)
+    expected = {"number": 2, "elapsed_us": 12_500, "prefill_tokens": 500, "cached_tokens": 96}
     expected |= {"num_decodes": 4, "decode_tokens": 4, "running": 4, "max_num_seqs": 32, "max_step_tokens": 4096}
-    assert asdict(found) == asdict(found) | expected
+    assert found.model_dump() == found.model_dump() | expected
     with pytest.raises(BlockingIOError):
         listener.recv(4096)
 
@@ -70,7 +72,7 @@ def test_the_plugin_does_not_wait_for_a_reader(listener: socket.socket, monkeypa
     logger = logger_of()
     for number in range(5000):  # more than the socket holds
         logger.record(stats(number, (0, 0), 1, 1.0), None)
-    assert read_step(listener.recv(4096)).number == 0
+    assert EngineStep.model_validate_json(listener.recv(4096)).number == 0
     listener.close()
     logger.record(stats(1, (0, 0), 1, 1.0), None)
     for path in ("", "/nowhere/steps"):
@@ -82,37 +84,47 @@ def test_the_plugin_does_not_wait_for_a_reader(listener: socket.socket, monkeypa
     "data", [b"", b"\xff", b"[]", b"{}", b"[" * 4000, {"number": -1}, {"end_ns": 2**63}, {"running": "1"}]
 )
 def test_malformed_datagrams_are_refused(data: Any) -> None:
-    with pytest.raises(ValueError, match=r"malformed|out of range"):
-        read_step(data if isinstance(data, bytes) else json.dumps(asdict(STEP) | data).encode())
+    with pytest.raises(ValueError, match="EngineStep"):
+        EngineStep.model_validate_json(
+            data if isinstance(data, bytes) else json.dumps(STEP.model_dump() | data).encode()
+        )
+
+
+def parts_of(slices: list[Slice]) -> list[tuple[int, int, int]]:
+    return [(each.request.arrival, each.start, each.count) for each in slices]
 
 
 def test_prompt_chunks_are_assigned_in_order_of_arrival() -> None:
-    first, second, decoding = RequestProgress(1, 100, 100), RequestProgress(2, 60, 60), RequestProgress(3, 20, 31)
+    first, second = (Request("", [0] * size, size, 0, arrival=serial) for serial, size in ((1, 100), (2, 60)))
+    decoding = Request("", [0] * 31, 20, 0, arrival=3)
     requests = [decoding, first, second]
-    work, members = work_of(step(num_prefills=2, prefill_tokens=80, cached_tokens=32, num_decodes=1), requests)
-    assert unpack_ids(members) == [1, 32, 68, 2, 0, 12, 3, 30, 1]
+    work, slices = work_of(step(prefill_tokens=80, cached_tokens=32, num_decodes=1), requests)
+    assert parts_of(slices) == [(1, 32, 68), (2, 0, 12), (3, 30, 1)]
     assert work == StepWork(2, 80, pairs_of(32, 68) + pairs_of(0, 12), 1, 31)
-    work, members = work_of(step(num_prefills=1, prefill_tokens=48, num_decodes=2), requests)
-    assert unpack_ids(members) == [2, 12, 48, 3, 30, 1]
+    work, slices = work_of(step(prefill_tokens=48, num_decodes=2), requests)
+    assert parts_of(slices) == [(2, 12, 48), (3, 30, 1)]
     assert (work.num_decodes, work.decode_context) == (2, 62)
-    work, members = work_of(step(num_prefills=1, prefill_tokens=9, num_decodes=1, decode_tokens=4), [])
-    assert (unpack_ids(members), work.draft_tokens, work.prefill_tokens) == ([2**31 - 1, 0, 9], 3, 9)
+    work, slices = work_of(step(prefill_tokens=9, num_decodes=1, decode_tokens=4), [])
+    assert (parts_of(slices), work.draft_tokens, work.prefill_tokens) == ([(2**31 - 1, 0, 9)], 3, 9)
 
 
 def test_the_durations_of_steps_are_learnt() -> None:
     recorder = StepRecorder()
-    tracker, request = StepTracker(recorder), RequestProgress(1, 500, 501)
+    tracker, tokens = StepTracker(recorder), [7] * 500
+    tracker.begin("a", tokens)
+    tokens.append(7)
     for number in range(40):
-        request.num_tokens += 1
-        tracker.add(step(number=number, end_ns=10**18 + number * 5_000_000), [request], 90, 10)
+        tokens.append(7)
+        tracker.add(step(number=number, end_ns=10**18 + number * 5_000_000), 90, 10)
     steps, _ = recorder.take()
     assert [each.host_us for each in steps] == [0] + [3000] * 39, "the rest of the time between two steps"
     assert tracker.cost is not None
     assert tracker.cost.seconds(StepWork(num_decodes=1, decode_context=540)) == pytest.approx(0.005, rel=0.2)
     assert steps[-1].predicted_us == pytest.approx(5000, rel=0.2)
     assert (steps[-1].blocks_free, steps[-1].blocks_owned, steps[-1].budget) == (90, 10, 4096)
-    tracker.add(step(number=40, end_ns=2 * 10**18, running=0), [request], 90, 10)
-    tracker.add(step(number=41, end_ns=3 * 10**18), [request], 90, 10)
+    assert unpack_ids(steps[-1].members) == [0, 540, 1]
+    tracker.add(step(number=40, end_ns=2 * 10**18, running=0), 90, 10)
+    tracker.add(step(number=41, end_ns=3 * 10**18), 90, 10)
     assert [each.host_us for each in recorder.take()[0]][1] == 0, "the engine was idle"
 
 
@@ -120,18 +132,16 @@ async def test_a_socket_is_replaced_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as killed:
         killed.bind(str(path))
-    receiver, found = StepSocket(str(path)), list[int]()
+    receiver, found = StepSocket(), list[int]()
     receiver.on_step = lambda each: found.append(each.number)
-    receiver.open()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+    with receiver.opened(path), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.sendto(b"{}", str(path))
-        sender.sendto(json.dumps(asdict(STEP)).encode(), str(path))
-    assert await wait_until(lambda: found == [7], 60.0)
-    receiver.close()
+        sender.sendto(json.dumps(STEP.model_dump()).encode(), str(path))
+        assert await wait_until(lambda: found == [7], 60.0)
     assert not path.exists()
     path.write_text("a file")
-    with pytest.raises(OSError, match="in use"):
-        StepSocket(str(path)).open()
+    with pytest.raises(OSError, match="in use"), receiver.opened(path):
+        pass
 
 
 def test_the_router_predicts_and_shows_the_steps_of_engines(tmp_path: Path) -> None:

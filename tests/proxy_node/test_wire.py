@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy_node.vllm import VllmEngine
-from proxy_node.wire import EngineFailure, EventReader, completion_body, read_metrics
+from proxy_node.wire import EngineFailure, EventReader, completion_body, read_labels, read_metrics
 from shared.rpc.messages import Logprobs, Media, SamplingParams, SubmitRequest, ThinkingBudget, pack_ids
 
 RECORDED = [  # from vLLM 0.32, with `logprobs` 2 and `return_tokens_as_token_ids`
@@ -104,7 +104,7 @@ def test_bytes_that_are_no_events_end_as_a_failure_of_the_engine(data: bytes, at
 def test_an_event_with_other_tokens_than_asked_for_is_malformed(event: dict[str, Any]) -> None:
     with pytest.raises(EngineFailure, match="malformed") as failure:
         EventReader(3, 2, 2048).feed(b"data: " + json.dumps(event).encode() + b"\n\n")
-    assert failure.value.is_garbage
+    assert failure.value.fault == "malformed"
     assert failure.value.retry
 
 
@@ -132,7 +132,7 @@ def test_a_failure_of_the_engine_is_told_apart_from_the_end_of_a_request() -> No
     assert (output.tokens, output.finish) == ([4], "stop")
 
 
-def test_metrics_are_summed_over_labels_and_engines_are_counted() -> None:
+def test_metrics_are_summed_over_labels_and_each_engine_has_a_cache() -> None:
     text = (
         METRICS.replace("{engine}", "0")
         .replace("{block_size}", "16")
@@ -141,10 +141,12 @@ def test_metrics_are_summed_over_labels_and_engines_are_counted() -> None:
         .replace("{usage}", "nan")
     )
     metrics = read_metrics(text)
-    assert "kv_cache_usage_perc" not in metrics.values  # it is not finite
-    assert metrics.values["num_requests_running"] == 3
-    assert metrics.values["iteration_tokens_total_count"] == 9
-    assert (metrics.cache["block_size"], metrics.cache["num_gpu_blocks"], metrics.num_engines) == ("16", "4096", 1)
-    both = read_metrics(text + text.replace('engine="0"', 'engine="1"'))
-    assert (both.values["num_requests_running"], both.num_engines) == (6, 2)
-    assert read_metrics("<html>").num_engines == 0
+    assert "kv_cache_usage_perc" not in metrics  # it is not finite
+    assert metrics["num_requests_running"] == 3
+    assert metrics["iteration_tokens_total_count"] == 9
+    [cache] = read_labels(text, "cache_config_info")
+    assert (cache["block_size"], cache["num_gpu_blocks"]) == ("16", "4096")
+    both = text + text.replace('engine="0"', 'engine="1"')
+    assert read_metrics(both)["num_requests_running"] == 6
+    assert [labels["engine"] for labels in read_labels(both, "cache_config_info")] == ["0", "1"]
+    assert (read_metrics("<html>"), read_labels("<html>", "cache_config_info")) == ({}, [])

@@ -118,10 +118,11 @@ def recommendation(found: Sequence[Measured], runs: Runs, options: PlanOptions) 
     other = next((one for one in found if one.is_split != best.is_split), found[1] if len(found) > 1 else best)
     lead = _lead(next((each for each in ranking.beaten if each.arm == other.arm), None), rates, ranking.best)
     if ranking.close:
-        *first, last = [
-            f"{arm} ({rates[arm]:.1f} req/s)" for arm in (ranking.best, *(each.arm for each in ranking.close))
-        ]
+        equal = [ranking.best, *(each.arm for each in ranking.close)]
+        *first, last = [f"{arm} ({rates[arm]:.1f} req/s)" for arm in equal]
         also = f" {ranking.best} carries {lead}." if lead else ""
+        if len({arm.partition("@")[0] for arm in equal}) == 1:  # clusters of the same nodes with other settings
+            return f"Use {', '.join(first)} or {last} {limits}: these are {TOO_CLOSE}.{also}{more}"
         return f"{TOO_CLOSE.capitalize()}: {', '.join(first)} and {last} {limits}.{also}{more}"
     text = f"Use {ranking.best}: it carries {rates[ranking.best]:.1f} req/s {limits}"
     return f"{text}, {lead}.{more}" if lead else f"{text}.{more}"

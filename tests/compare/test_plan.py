@@ -260,7 +260,10 @@ def test_the_recommendation_says_when_only_variants_of_one_mode_are_too_close_to
     found.append(measured(ONE, [8.5, 8.6, 8.4, 8.6]))
     runs = paired_capacities({one.arm: one.points for one in found}, 0.9)
     text = recommendation(found, runs, PlanOptions())
-    assert text.startswith(f"Too close to call: {SPLIT} (10.1 req/s) and {SPLIT}@max_num_batched_tokens=512 (10.1")
+    assert text.startswith(
+        f"Use {SPLIT} (10.1 req/s) or {SPLIT}@max_num_batched_tokens=512 (10.1 req/s) within the SLO"
+    )
+    assert ": these are too close to call." in text
     assert f" {SPLIT} carries 18 % more than {ONE} [" in text
 
 

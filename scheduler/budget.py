@@ -146,12 +146,14 @@ def _root(square: float, linear: float, value: float) -> float:
     return 2 * value / bottom if bottom > 0 else inf
 
 
-def budget_of(max_num_batched_tokens: int, tbt_slo_s: float) -> Budget:
+def budget_of(max_num_batched_tokens: int, tbt_slo_s: float, *, is_fitted: bool = False) -> Budget:
     """Return the budget for a node's settings.
 
     `tbt_slo_s` is the longest allowed time in seconds between two tokens at the client; 0 means no SLO. With an SLO,
-    the ceiling is CEILING_TOKENS, or `max_num_batched_tokens` if that is larger.
+    the ceiling is CEILING_TOKENS, or `max_num_batched_tokens` if that is larger. If `is_fitted` is true, the first
+    model is trusted for steps of any size, as after a long run.
     """
     if tbt_slo_s <= 0:
         return Budget(max_num_batched_tokens)
-    return SloBudget(ENGINE_SHARE * tbt_slo_s, max(max_num_batched_tokens, CEILING_TOKENS))
+    ceiling = max(max_num_batched_tokens, CEILING_TOKENS)
+    return SloBudget(ENGINE_SHARE * tbt_slo_s, ceiling, first=ceiling if is_fitted else FIRST_TOKENS)

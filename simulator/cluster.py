@@ -124,7 +124,7 @@ class SimulatedCluster:
             settings.long_prefill_token_threshold,
             settings.max_num_partial_prefills,
         )
-        budget = budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000)
+        budget = budget_of(settings.max_num_batched_tokens, settings.tbt_slo_ms / 1000, is_fitted=True)
         scheduler = Scheduler(limits, plan.num_blocks, size, POLICIES[settings.policy], budget)
         scheduler.cost = plan.cost
         times = StepTimes(

@@ -23,6 +23,7 @@ from compare.stats.measures import miss_causes, misses, ttft_s
 from dashboard.history import RequestHistory
 from engine.emulation import Emulation, load_emulation
 from scheduler.cost import StepWork
+from scheduler.policy import POLICIES
 from scheduler.prefix import DIGEST_BYTES, block_hashes
 from shared.errors import ConfigError
 from simulator.cluster import ClusterPlan, SimulatedCluster
@@ -34,7 +35,8 @@ MOST_REQUESTS = 20_000  # number of requests that are drawn for each seed; no ru
 LEAST_S = 1e-9  # minimum estimate of the GPU time of a prompt or an answer; it prevents a division by zero
 DEFAULT_TRAFFIC = "chat"
 PLACES = ("live", "emulated")  # values of --validate
-VARIED = {"policy": "--policies", "max_num_batched_tokens": "--budgets"}  # settings in which candidates differ
+# Settings in which candidates differ.
+VARIED = {"policy": "--policies", "max_num_batched_tokens": "--budgets", "tbt_slo_ms": "--tbt-slo-ms"}
 Latencies = NDArray[np.float64]
 Lengths = tuple[float, float]  # factors for the lengths of prompts and for the lengths of answers
 SAME: Lengths = (1.0, 1.0)
@@ -42,12 +44,15 @@ SAME: Lengths = (1.0, 1.0)
 
 def candidates(options: PlanOptions) -> list[str]:
     """Return the arms to try: co-located nodes with each policy and budget, and every split into prefill and decode
-    nodes, with each budget for the prefill nodes."""
+    nodes, with each budget for the prefill nodes. Policies that cut prompts also get a budget derived from the SLO."""
     gpus, budgets = options.gpus, list(dict.fromkeys(options.budgets))
     found = [
-        f"colocated:{gpus}@{'' if policy == 'stall_free' else policy + ','}max_num_batched_tokens={budget}"
+        f"colocated:{gpus}@{'' if policy == 'stall_free' else policy + ','}{setting}"
         for policy in dict.fromkeys(options.policies)
-        for budget in budgets
+        for setting in (
+            *(f"max_num_batched_tokens={budget}" for budget in budgets),
+            *([f"tbt_slo_ms={options.tbt_slo_ms:g}"] if POLICIES[policy].chunked else ()),
+        )
     ]
     splits = [f"disaggregated:{prefill}p{gpus - prefill}d" for prefill in range(1, gpus)]
     return found + [f"{split}@max_num_batched_tokens={budget}" for split in splits for budget in budgets]

@@ -110,7 +110,7 @@ def test_the_ratio_follows_the_traffic(
     assert run_plan(PlanOptions(trace=file, price=3.0, out=tmp_path / "out", workers=1, **few)) == 0
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     splits = [each["arm"] for each in plan["candidates"] if each["arm"].startswith("disaggregated")]
-    assert len(plan["candidates"]) == 3
+    assert len(plan["candidates"]) == 4
     assert splits[0].startswith(f"disaggregated:{better}")
     assert [each["prefill"] for each in plan["splits"]] == [0, 1, 2]
     found = {each["arm"]: each["capacity_rps"] for each in plan["splits"] if each["prefill"]}

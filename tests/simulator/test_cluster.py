@@ -105,6 +105,14 @@ def test_chunks_are_pushed_while_later_chunks_are_computed() -> None:
     assert np.diff(one.token_s(0.0, ends))[0] < whole_s
 
 
+def test_steps_are_as_long_as_the_slo_allows_from_the_start() -> None:
+    """The simulated node knows its step times. A live node reaches steps of this length after a while."""
+    requests = [request(0, 0.0, range(9), 400), request(1, 0.5, range(9, 2009), 2)]
+    ends = serve(cluster_plan(0, 1, tbt_slo_ms=8.0), requests).ends()
+    assert requests[1].token_s(TIMES.answer_s, ends)[0] - 0.5 < 0.06
+    assert np.diff(requests[0].token_s(0.0, ends)).max() == pytest.approx(0.9 * 0.008, rel=0.01)
+
+
 def outcomes(requests: list[SimulatedRequest]) -> set[str]:
     return {each.error.partition(":")[0] for each in requests}
 

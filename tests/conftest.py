@@ -30,12 +30,14 @@ settings.load_profile("short")
 
 # The files that take longest, in the order in which they start, so that no worker ends long after the others.
 LONGEST = (
-    "tests/cluster/test_compare.py", "tests/chaos/test_chaos.py", "tests/gpu_less/test_interpreter.py",
-    "tests/gpu_less/test_compile.py", "tests/engine/test_draft_head.py", "tests/cluster/test_families.py",
-    "tests/proxy_node/test_compare.py", "tests/bad_input/test_modes.py", "tests/cluster/test_operations.py",
-    "tests/cluster/test_rolling.py", "tests/engine/test_images.py", "tests/cluster/test_role.py",
-    "tests/deploy/test_ray.py", "tests/deploy/test_slurm.py", "tests/cluster/test_speculation.py",
-    "tests/proxy_node/test_node.py",
+    "tests/cluster/test_simulator_page.py", "tests/cluster/test_compare.py", "tests/deploy/test_ray.py",
+    "tests/gpu_less/test_interpreter.py", "tests/proxy_node/test_compare.py", "tests/proxy_node/test_cluster.py",
+    "tests/deploy/test_compose.py", "tests/deploy/test_podman.py", "tests/engine/test_batch_invariance.py",
+    "tests/cluster/test_page.py", "tests/engine/test_jit.py", "tests/chaos/test_chaos.py",
+    "tests/gpu_less/test_compile.py", "tests/cluster/test_families.py", "tests/proxy_node/test_sglang_pair.py",
+    "tests/cluster/test_workers.py", "tests/cluster/test_golden.py", "tests/cluster/test_speculation.py",
+    "tests/deploy/test_slurm.py", "tests/engine/test_draft_model.py", "tests/compare/test_client.py",
+    "tests/cluster/test_operations.py",
 )  # fmt: skip
 
 

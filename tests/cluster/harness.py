@@ -77,6 +77,14 @@ def _run_module(module: str, flags: list[str], environment: dict[str, str], log:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def refusal(module: str, flags: list[str], directory: Path) -> str:
+    """Run `python -m MODULE FLAGS`, which must exit with status 2. Return its output."""
+    log = directory / "refused.log"
+    log.write_text("")
+    assert ForkedProcess(module, flags, dict(os.environ), log).wait(START_S) == 2, log.read_text()
+    return log.read_text()
+
+
 _TAKEN = set[int]()  # the ports that `free_port` has returned
 
 

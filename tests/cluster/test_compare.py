@@ -37,7 +37,7 @@ def pids(directory: Path) -> list[int]:
 def test_two_arms_and_a_control_are_measured_alike(tmp_path: Path, control: list[str]):
     arms = ["colocated:2", "disaggregated:1p1d"]
     names = [*arms, *["colocated:2 (control)" for _ in control]]
-    process = start(tmp_path, "--arms", *arms, *SMALL, *control, "--duration", "2", "--seeds", "2")
+    process = start(tmp_path, "--arms", *arms, *SMALL, *control, "--duration", "1", "--seeds", "2")
     output, _ = process.communicate(timeout=600)
     report = report_in(tmp_path)
     assert process.returncode == (0 if report["valid"] else 1), output

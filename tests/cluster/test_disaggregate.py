@@ -64,13 +64,13 @@ def test_a_short_prompt_stays_with_an_idle_decode_node(adaptive: Cluster) -> Non
 
 def test_a_long_prompt_is_not_computed_on_a_busy_decode_node(adaptive: Cluster) -> None:
     with ThreadPoolExecutor(16) as pool:
-        streams = [pool.submit(adaptive.stream, prompt_of(60 + index, 30), 1500) for index in range(16)]
+        streams = [pool.submit(adaptive.stream, prompt_of(60 + index, 30), 1000) for index in range(16)]
         wait_for(lambda: adaptive.nodes()["decode-0"]["running"] >= 16, "all 16 requests are in decode")
         before = placements(adaptive)
         prompt = prompt_of(90, 6000)
         assert adaptive.complete(prompt, 4) == expected(prompt, 4)
         assert placements(adaptive).get("remote_sooner", 0) == before.get("remote_sooner", 0) + 1
-        assert [stream.result() for stream in streams] == [expected(prompt_of(60 + i, 30), 1500) for i in range(16)]
+        assert [stream.result() for stream in streams] == [expected(prompt_of(60 + i, 30), 1000) for i in range(16)]
     adaptive.idle()
 
 

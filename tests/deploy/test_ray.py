@@ -58,6 +58,9 @@ class RayCluster:
         """Return the process id of each running part."""
         return {row[0]: int(row[2]) for row in ROW.findall(self.command("status").stdout)}
 
+    def address_of(self, node: str) -> str:
+        return str(next(each["address"] for each in self.routers[0].status()["nodes"] if each["id"] == node))
+
     def wait_for_restart(self, part: str, old: int) -> None:
         wait_for(lambda: self.pids().get(part, old) != old, f"{part} starts again", 120)
         self.wait_for_nodes(prefill=1, decode=1)
@@ -86,8 +89,10 @@ def test_a_killed_node_starts_again_without_a_lost_request_and_down_leaves_nothi
     hosts.wait_for_nodes(prefill=1, decode=1)
     with load(hosts, 40) as requests:
         wait_for(lambda: len(requests.outcomes) > 10, "requests end")
-        kill(old := hosts.pids()["decode-0"])
-        hosts.wait_for_restart("decode-0", old)
+        before = hosts.address_of("decode-0")
+        kill(hosts.pids()["decode-0"])
+        wait_for(lambda: hosts.address_of("decode-0") != before, "decode-0 starts again", 120)
+        hosts.wait_for_nodes(prefill=1, decode=1)
     assert requests.failures() == []
     hosts.up("--placement", "label", "--decode", "2")
     hosts.wait_for_nodes(prefill=1, decode=2)

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.harness import Cluster, ForkedProcess, cluster, completion, free_port, wait_for
+from tests.cluster.harness import DEMO, Cluster, ForkedProcess, cluster, completion, free_port, refusal, wait_for
 from tests.proxy_node.vllm_stub import answer
 
 TIMES = int(os.environ.get("BATON_ENGINE_KILLS", "1"))  # repetitions of each case
@@ -36,6 +36,10 @@ class Engines:
         flags = ["--port", str(self.ports[name]), "--knobs", json.dumps(self.knobs | own)]
         log = self._directory / f"engine-{name}.log"
         self.processes[name] = ForkedProcess(f"tests.proxy_node.{self.kind}_stub", flags, dict(os.environ), log)
+
+    def refusal(self, engine: str, *flags: str) -> str:
+        """Run `baton proxy` for the engine at this URL, which it must refuse. Return its output."""
+        return refusal("baton", ["proxy", "--model", str(DEMO), "--engine", engine, *flags], self._directory)
 
     def set(self, name: str, **knobs: Any) -> None:
         request = urllib.request.Request(f"{self.urls[name]}/knobs", json.dumps(knobs).encode())

@@ -133,22 +133,15 @@ def test_an_answer_that_may_have_changed_is_marked(served: tuple[Cluster, Engine
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def run_proxy(engine: str, *flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "baton", "proxy", "--model", str(DEMO), "--engine", engine, *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_an_engine_that_cannot_serve_ends_the_command_with_the_reason(served: tuple[Cluster, Engines]) -> None:
     _, engines = served
     engines.set("decode-1", max_model_len=4096)
-    shorter = run_proxy(engines.urls["decode-1"])
+    shorter = engines.refusal(engines.urls["decode-1"])
     engines.set("decode-1", max_model_len=8192)
-    assert shorter.returncode == 2
-    assert "--max-model-len 4096" in shorter.stderr
-    malformed = run_proxy("127.0.0.1:8000")
-    assert malformed.returncode == 2
-    assert "--engine '127.0.0.1:8000': must be the URL of a vLLM server" in malformed.stderr
-    assert len(malformed.stderr.splitlines()) == 1
+    assert "--max-model-len 4096" in shorter
+    malformed = engines.refusal("127.0.0.1:8000")
+    assert "--engine '127.0.0.1:8000': must be the URL of a vLLM server" in malformed
+    assert len(malformed.splitlines()) == 1
 
 
 def test_baton_up_starts_a_proxy_for_each_engine(served: tuple[Cluster, Engines]) -> None:

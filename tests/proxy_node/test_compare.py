@@ -62,7 +62,7 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 
 def compared(directory: Path, urls: Iterable[str]) -> tuple[int, str]:
     """Run the command. Return its exit status and its output."""
-    process = start(directory, "--engines", ",".join(urls), "--model", str(DEMO), "--duration", "2", "--seeds", "2")
+    process = start(directory, "--engines", ",".join(urls), "--model", str(DEMO), "--duration", "1", "--seeds", "2")
     output, _ = process.communicate(timeout=600)
     return process.returncode, output
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test workers and nodes share the cores
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads would keep the cores busy
 
 gc.disable()  # until the tests are imported, because garbage collection takes a third of the import time
 

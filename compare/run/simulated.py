@@ -1,5 +1,6 @@
 """Simulated deployments of arms: each trial runs on a virtual clock, in a new cluster with empty caches."""
 
+import asyncio
 import itertools
 import json
 import time
@@ -156,4 +157,5 @@ class SimulatedDeployments(Deployments):
 
     async def drive(self, spec: LoadSpec, recording: LoadRecording) -> None:
         assert self._current is not None
+        await asyncio.sleep(0.01)  # handles signals, which wait during the simulations
         self._current.serve(spec, recording)

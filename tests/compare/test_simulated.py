@@ -1,6 +1,8 @@
 """Test `baton compare --on sim`: the same arms, traffic and report as live, on a virtual clock."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from compare.main import prepare, run_compare
 from compare.options import DEFAULT_EMULATED, CompareOptions
 from compare.run.session import run_session
-from compare.run.simulated import predict
+from compare.run.simulated import SimulatedEndpoint, predict
 from engine.emulation import load_emulation
 
 ARMS = ["colocated:2", "disaggregated:1p1d", "colocated:2@prefill_first"]
@@ -51,6 +53,21 @@ async def test_a_simulation_is_repeatable(tmp_path: Path) -> None:
     one, other = [await compare(tmp_path / name, arms=ARMS[:2], duration=6.0) for name in ("one", "other")]
     assert one["summary"] == other["summary"]
     assert one["verdict"] == other["verdict"]
+
+
+async def test_a_signal_ends_a_session_after_the_current_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = SimulatedEndpoint.serve
+
+    def interrupted(self: SimulatedEndpoint, *arguments: Any) -> None:
+        serve(self, *arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(SimulatedEndpoint, "serve", interrupted)
+    report = await compare(tmp_path, arms=ARMS[:2], duration=1.0, find_capacity=True, rate=None)
+    assert report["problems"][0].startswith("interrupted: ")
+    assert [run["valid"] for run in report["runs"]] == [True, False]
 
 
 async def test_capacities_are_found(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ async def test_damaged_rows_are_pushed_once_more_and_never_read(
             assert (sent.row(), sent.errors, handoffs) == (expected(prompt, 6, groups), [], 1)
         else:
             assert ("checksums differ" in sent.errors[0].error, sent.errors[0].retry) == (True, True)
-            assert (len(sent.row()), handoffs) == (1, 0), "only the first token, which the prefill node sampled"
+            # The prefill node may have sampled the first token before it learns of the damage.
+            assert (len(sent.row()) <= 1, handoffs) == (True, 0)
         assert here.decode.node.stats().rows_corrupt == times
 
 

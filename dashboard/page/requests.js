@@ -26,10 +26,18 @@ export class Requests {
   constructor(table) {
     this.body = table.tBodies[0];
     this.rows = new Map(); // id -> table row and newest summary
+    this.waiting = null; // summaries that arrive while a row is pressed
+    this.body.addEventListener("pointerdown", () => { this.waiting ??= []; });
+    for (const name of ["pointerup", "pointercancel"]) addEventListener(name, () => setTimeout(() => this.release()));
   }
 
-  /* Adds new and changed summaries, in any order. */
+  /* Adds new and changed summaries, in any order. While a row is pressed, they wait: a new row would move the pressed
+     row away from the pointer, and there would be no click. */
   add(summaries) {
+    if (this.waiting) {
+      this.waiting.push(...summaries);
+      return;
+    }
     for (const one of summaries) {
       if (!this.rows.has(one.id)) {
         if (isOlder(this.rows, SHOWN, one)) continue;
@@ -38,6 +46,12 @@ export class Requests {
       this.fill(this.rows.get(one.id), one);
     }
     keepNewest(this.rows, SHOWN);
+  }
+
+  release() {
+    const waiting = this.waiting ?? [];
+    this.waiting = null;
+    this.add(waiting);
   }
 
   /* Whether the request has ended according to the table, but not according to this summary, which is older. */

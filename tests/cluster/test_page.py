@@ -286,6 +286,18 @@ def test_a_narrow_screen_has_no_horizontal_scroll(opened: Pages, feed: tuple[Fee
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
 
 
+def test_new_requests_do_not_move_a_row_while_it_is_pressed(opened: Pages, feed: tuple[Feed, str]) -> None:
+    page = opened(feed[1])
+    page.locator("#requests tbody tr:nth-child(2) button").hover()
+    page.mouse.down()
+    count = len(feed[0].requests)
+    wait_for(lambda: len(feed[0].requests) > count + 2, "new requests")
+    page.mouse.up()
+    page.wait_for_selector("#requests .timeline canvas")
+    newest = next(reversed(feed[0].requests))
+    page.wait_for_selector(f"#requests button[title={newest}]")
+
+
 def test_the_theme_is_kept(opened: Pages, feed: tuple[Feed, str]) -> None:
     page = opened(feed[1], scheme="dark")
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")

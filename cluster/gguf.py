@@ -117,8 +117,8 @@ def _tokenizer(directory: Path, file: Path, metadata: dict[str, Value]) -> tuple
 def _correct_added_tokens(file: Path, size: int, control: dict[str, int], strips: bool) -> dict[str, int]:
     """Correct the added tokens in tokenizer.json, and return their ids: they are not part of ordinary text.
 
-    Tokens with ids from `size` on are removed, because transformers adds them to the file's. Control tokens that
-    transformers omits are added: their names have characters that a byte-level vocabulary cannot have.
+    Tokens with ids of `size` or more are removed: transformers adds them, but they are not in the GGUF file. Control
+    tokens whose names contain characters outside a byte-level vocabulary are added, because transformers omits them.
     """
     values = json.loads(file.read_text())
     vocab, added = values["model"]["vocab"], [token for token in values["added_tokens"] if token["id"] < size]

@@ -52,7 +52,7 @@ def pyodide(folder: Path) -> dict[str, bytes]:
 
 
 def code() -> bytes:
-    """Return a zip file that contains the modules that the simulator imports and the cost files."""
+    """Return a zip file of the cost files and of all modules that the simulator imports."""
     command = [sys.executable, "-S", "-c", LIST]  # -S: without installed packages, because the browser has none
     listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
     paths = sorted(path for path in map(Path, json.loads(listed)) if path.is_relative_to(ROOT))

@@ -23,8 +23,8 @@ log = logging.getLogger("baton.node")
 MAX_UNREAD_DELTAS = 100_000
 MAX_ROUTERS = 64
 RECORDS_S = 0.1  # seconds between two deliveries of records to the routers
-# While the load is unchanged, only one of REPORT_EVERY reports of stats is sent to a router with requests on the node,
-# and only one of REPORT_EVERY_UNUSED to any other router.
+# While the load is unchanged, a router with requests on the node gets only every REPORT_EVERY-th report of stats, and
+# any other router only every REPORT_EVERY_UNUSED-th report.
 REPORT_EVERY, REPORT_EVERY_UNUSED = 2, 5
 DRAIN_SEEN_S = 2.0  # maximum wait until all routers confirm that they know of the drain; older routers never confirm it
 FLUSH_S = 0.2  # how long an ending node waits for its last messages to be sent

@@ -33,7 +33,7 @@ class EngineFailure(Exception):
     reason: str
     retry: bool = True  # whether another node may succeed
     is_suspicious: bool = False  # whether the engine may be gone
-    fault: Fault | None = None  # set if this kind of failure shows that the engine does not work
+    fault: Fault | None = None  # the kind of failure, if it shows that the engine does not work
     status: int = 0  # the HTTP status if the engine refused the request
 
     def __str__(self) -> str:

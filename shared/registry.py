@@ -298,7 +298,7 @@ class StreamAnnouncer(Announcer):
         self._registry = registry
         self._resolve = resolve  # replaces the resolver of the system, for all hosts
         self._resolvers: dict[str, Resolver] = {}
-        self._outages = defaultdict[str, Outage](Outage)  # by host; for the file, by the value of --registry
+        self._outages = defaultdict[str, Outage](Outage)  # keys: hosts, or the value of --registry if it is a file
         self._answers: dict[tuple[str, int], set[str]] = {}  # the last answer of the name service for each host
         self._listed: set[str] = set()
         self._held: dict[str, None] = {}  # the addresses to which a stream is open or being opened

@@ -92,7 +92,7 @@ class SimulatedCluster:
     """A router and its nodes on one virtual clock. `run` serves requests and sets their results.
 
     The router admits and places every request with the objects of the real router. Nodes report their state at every
-    heartbeat. Requests are not retried, because nodes do not fail. A request that is refused or times out ends.
+    heartbeat. Nodes do not fail, so a request is never retried: it ends when it is refused or times out.
     """
 
     def __init__(self, plan: ClusterPlan, *, skips: bool = True, seed: int = 0) -> None:

@@ -179,7 +179,7 @@ def _format_ms(value_ms: float) -> str:
 def latency_differences(ranking: Ranking, figures: Mapping[str, Runs]) -> str | None:
     """If the leading metric is too close to call, return a text that says which latencies differ clearly, else None.
 
-    `figures` has the runs of each metric of LATENCIES. P-values are corrected for all metrics and pairs.
+    `figures` has the runs of each metric of LATENCIES. P-values are adjusted for the number of metrics and pairs.
     """
     if not ranking.close or len(ranking.runs[ranking.best]) < 2:
         return None

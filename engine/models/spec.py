@@ -17,8 +17,8 @@ class Rope:
     sines are multiplied by `magnitude`. With "longrope", frequencies are divided by `factors` [dims / 2].
 
     If there are `sections`, tokens have a temporal, a vertical and a horizontal position (M-RoPE, Wang et al. 2024).
-    `sections` are the numbers of pairs that these three positions rotate. The pairs of an axis are adjacent, unless
-    `interleaved`: then the axes alternate until no vertical or horizontal pairs are left (Qwen3-VL).
+    `sections` are the numbers of pairs that these three positions rotate. The pairs of an axis are adjacent. If
+    `interleaved` is true, the axes alternate instead until no vertical or horizontal pairs are left (Qwen3-VL).
     """
 
     theta: float = 10_000.0

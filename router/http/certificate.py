@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shared.errors import ConfigError
 
 log = logging.getLogger("baton.router")
-LOOK_S = 5.0  # seconds between two looks at the files
+LOOK_S = 5.0  # seconds between two checks for changes of the files
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def key_of(tenant: str, path: str, body: bytes) -> bytes:
 
 
 def _head(value: Any) -> str:
-    """Return the first PREFIX_CHARS characters of a string, or of another value's JSON, without encoding the rest."""
+    """Return the first PREFIX_CHARS characters of `value` if it is a string, otherwise of its JSON encoding."""
     if isinstance(value, str):
         return value[:PREFIX_CHARS]
     text = ""

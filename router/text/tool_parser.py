@@ -20,7 +20,7 @@ from router.text.detokenizer import len_begun
 from router.text.tool_syntax import HARMONY_BODY, HARMONY_ENDS, HARMONY_HEADS, AnswerSyntax, ToolSyntax, XmlTags
 
 MAX_REFERENCES = 8  # maximum length of a chain of references between schemas
-MAX_HEADER = 256  # maximum number of characters before a call's arguments; a longer text is not a call
+MAX_HEADER = 256  # maximum length of a call's text before the arguments; longer text is not a call
 # The text of a malformed call is searched again for calls, up to this number of characters in an answer.
 MAX_SEARCHED_AGAIN = 1 << 20
 NAME = re.compile(r"[\w.-]{1,128}")

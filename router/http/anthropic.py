@@ -19,7 +19,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from router.http.asgi import ResponseWriter
-from router.http.bodies import EXPECTED, Body, ChatBody, ReasoningEffort, Stop, TemplateArguments, TokenCount, validated
+from router.http.bodies import (
+    EXPECTED,
+    MAX_STOPS,
+    Body,
+    ChatBody,
+    ReasoningEffort,
+    Stop,
+    Temperature,
+    TemplateArguments,
+    TokenCount,
+    validated,
+)
 from router.http.generation import GenerationService
 from router.http.messages import (
     MAX_MESSAGES,
@@ -248,9 +259,9 @@ class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
     max_tokens: TokenCount
-    stop_sequences: Annotated[list[Stop], Field(max_length=4)] = Field(default_factory=list)
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     stream: bool = False
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    temperature: Temperature = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 

@@ -35,7 +35,7 @@ from shared.limits import INT32_MAX, MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX
 
 MAX_PROMPTS, MAX_SAMPLES = 512, 128  # MAX_PROMPTS also limits the number of samples of all prompts together
 MAX_LISTED = 8  # maximum number of models that an error lists
-MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 4, 64, 128
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 32, 256, 128
 MAX_TEMPLATE_ARGUMENTS = 32
 MAX_STREAM_INTERVAL = 1024
 # Fields of the OpenAI and Anthropic APIs that do not affect the tokens, or that are hints for features which Baton does
@@ -139,6 +139,7 @@ LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
@@ -219,7 +220,7 @@ class GenerateBody(Body):
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
     stream_options: StreamOptions = StreamOptions()
     structured_outputs: StructuredOutputs | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    temperature: Temperature = 1.0
     thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # -1: no limit
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -221,11 +221,13 @@ Detokenizer = ByteLevelDetokenizer | ByteFallbackDetokenizer
 
 def len_begun(text: str, markers: tuple[str, ...]) -> int:
     """Return the length of the longest suffix of the text that is the beginning of a marker."""
-    tail = text[-max(map(len, markers), default=1) :]
-    if not any(marker[0] in tail for marker in markers):  # the usual case, which should be fast
+    if not any(marker[0] in text for marker in markers):  # the usual case, which should be fast
         return 0
-    sizes = (size for marker in markers for size in range(1, len(marker)) if tail.endswith(marker[:size]))
-    return max(sizes, default=0)
+    for start in range(max(0, len(text) + 1 - max(map(len, markers))), len(text)):
+        tail = text[start:]
+        if any(marker.startswith(tail) and marker != tail for marker in markers):
+            return len(tail)
+    return 0
 
 
 class StopStrings:

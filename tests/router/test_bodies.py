@@ -63,7 +63,7 @@ TEXT_PART = {"type": "text", "text": "x"}
 BAD_VALUES = {
     "max_tokens": (0, -1, 2**31, 2**63, 1.5, "16", True),
     "n": (0, -1, 129, 10**9, "2", True),
-    "temperature": (-0.1, 2.1, "1", True),
+    "temperature": (-0.1, 100.1, "1", True),
     "top_p": (0, 1.1, -1),
     "top_k": (-2, 2**40, 1.5),
     "min_p": (2, -0.1),
@@ -72,7 +72,7 @@ BAD_VALUES = {
     "repetition_penalty": (0, -1, 1e308),
     "seed": (-(2**63) - 1, 2**64, 1.5, "1"),
     "stream": ("yes", 1),
-    "stop": (["a"] * 5, "", "x" * 65, ["x" * 1000], [1], 5, {}),
+    "stop": (["a"] * 33, "", "x" * 257, ["x" * 1000], [1], 5, {}),
     "stop_token_ids": ([True], "1", [1] * 129, [1.0]),
     "logit_bias": (
         *({str(i): 1 for i in range(301)}, {"a": 1}, {"-1": 1}, {"1": 101}, {"1": -101}, {"1": "1"}, {"1": True}),

@@ -7,7 +7,7 @@ event, or as one token per event. Times are seconds since the run's start on the
 import json
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,7 @@ class Outcome:
     scheduled_s: float
     sent_s: float | None = None
     first_byte_s: float | None = None
-    token_s: list[float] = field(default_factory=list)
+    token_s: MutableSequence[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
     error: str = ""  # TIMEOUT, or a message of one line

@@ -182,7 +182,7 @@ def keep_requests(path: Path, period: Period) -> None:
     with path.open("a", encoding="utf-8") as file:
         for outcome in period.recording.outcomes:
             line = {**head, **asdict(outcome), "router": period.summaries.get(outcome.id)}
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            file.write(json.dumps(line, separators=(",", ":"), default=list) + "\n")  # times are lists or arrays
 
 
 # ---- the session ---------------------------------------------------------------------------------------------------

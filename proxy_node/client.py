@@ -106,7 +106,7 @@ class EngineClient(ABC):
         """Compute the KV of `tokens` for another engine. Return the next token, and the parameters with which the other
         engine reads the KV. If there is an `offer`, push the KV to the other engine instead.
 
-        If an engine without an offer ends the answer with this token, the output has `finish`.
+        If there is no `offer` and the answer ends with this token, `finish` of the output is set.
         """
         async with aclosing(self.generate(next_token_only(submit, tokens), tokens, offer)) as outputs:
             return await anext(outputs), None

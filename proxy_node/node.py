@@ -60,11 +60,11 @@ class ProxiedRequest:
 class ProxyNode:
     """Serves the node protocol for one incarnation of an engine.
 
-    The process creates the node when the engine has answered, calls `start`, and waits for `lost`. The result of `lost`
-    is the reason why the engine is lost. The node then reports that it is stuck, and the routers retry its requests on
-    other nodes. A request has one task, which calls the engine, and sends one delta for all events that arrive
-    together. Cancelling the task closes the connection, and the engine drops the request. All methods run on the event
-    loop.
+    When the engine has answered, the process creates the node, calls `start`, and waits for `lost`. The result of
+    `lost` is the reason why the engine is lost. The node then reports that it is stuck, and the routers retry its
+    requests on other nodes. A request has one task, which calls the engine, and sends one delta for all events that
+    arrive together. Cancelling the task closes the connection, and the engine drops the request. All methods run on the
+    event loop.
     """
 
     def __init__(

@@ -397,7 +397,7 @@ class Scheduler:
 
     def _allot_drafts(self, slice_: Slice, count: int) -> int:
         """Allocate blocks for up to `count` guessed tokens, but leave the blocks that running requests will need soon.
-        Return for how many guessed tokens there are blocks."""
+        Return the number of guessed tokens that have blocks."""
         request, missing = slice_.request, self._missing(slice_.request, count)
         if missing and missing + self._growth_of_running() > self.pool.available:
             count = self._num_blocks(request) * self.block_tokens - slice_.end

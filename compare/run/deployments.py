@@ -56,7 +56,8 @@ class LaunchOptions:
         flags += ["--engines", ",".join(self.engines[: arm.devices])] if self.engines else []
         device = "cpu" if arm.settings.get("runner") == "hash" else arm.settings.get("device", "auto")
         if self.gpus and device in {"auto", "cuda"}:
-            shared_pool = arm.settings.get("kv_channel") == "pool"  # then, prefill nodes use the GPUs of decode nodes
+            # With a shared pool, prefill nodes use the GPUs of decode nodes.
+            shared_pool = arm.settings.get("kv_channel") == "pool"
             num_gpus = min(self.gpus, arm.decode if shared_pool else arm.devices)
             flags += ["--devices", ",".join(f"cuda:{number}" for number in range(num_gpus))]
         return [sys.executable, "-P", "-m", "baton", "up", *flags, *arm.flags()]

@@ -144,7 +144,7 @@ class TritonPlan:
         self._tiles: dict[Heads, tuple[int, Tile, Tensor]] = {}
 
     def _listed(self, short: list[int]) -> Tensor:
-        """Return the work list of decodes, int32 [decodes, 2]: a preallocated list if no chunk precedes a decode."""
+        """Return the work list of decodes, int32 [decodes, 2]. It is preallocated if no chunk precedes a decode."""
         if len(short) > MAX_ITEMS:
             raise ValueError(f"{len(short)} decodes in one step; --max-num-seqs may be {MAX_ITEMS} at most")
         if not short or short[-1] + 1 == len(short):

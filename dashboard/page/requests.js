@@ -26,18 +26,14 @@ export class Requests {
   constructor(table) {
     this.body = table.tBodies[0];
     this.rows = new Map(); // id -> table row and newest summary
-    this.waiting = null; // summaries that arrive while a row is pressed
-    this.body.addEventListener("pointerdown", () => { this.waiting ??= []; });
-    for (const name of ["pointerup", "pointercancel"]) addEventListener(name, () => setTimeout(() => this.release()));
+    this.held = null; // summaries that arrive while a row is pressed, because a new row would move it away
+    this.body.onpointerdown = () => { this.held ??= []; };
+    window.onpointerup = window.onpointercancel = () => setTimeout(() => this.release());
   }
 
-  /* Adds new and changed summaries, in any order. While a row is pressed, they wait: a new row would move the pressed
-     row away from the pointer, and there would be no click. */
+  /* Adds new and changed summaries, in any order. */
   add(summaries) {
-    if (this.waiting) {
-      this.waiting.push(...summaries);
-      return;
-    }
+    if (this.held) return void this.held.push(...summaries);
     for (const one of summaries) {
       if (!this.rows.has(one.id)) {
         if (isOlder(this.rows, SHOWN, one)) continue;
@@ -49,9 +45,9 @@ export class Requests {
   }
 
   release() {
-    const waiting = this.waiting ?? [];
-    this.waiting = null;
-    this.add(waiting);
+    const held = this.held ?? [];
+    this.held = null;
+    this.add(held);
   }
 
   /* Whether the request has ended according to the table, but not according to this summary, which is older. */

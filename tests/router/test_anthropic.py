@@ -188,7 +188,7 @@ BAD = [
     *[({"tool_choice": {"type": kind}}, "tool_choice") for kind in ("any", "function")],
     ({"thinking": {"type": "on"}}, "thinking.type"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
-    ({"temperature": 101}, "temperature"),
+    ({"temperature": 3}, "temperature"),
 ]  # fmt: skip
 
 

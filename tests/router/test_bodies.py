@@ -63,7 +63,7 @@ TEXT_PART = {"type": "text", "text": "x"}
 BAD_VALUES = {
     "max_tokens": (0, -1, 2**31, 2**63, 1.5, "16", True),
     "n": (0, -1, 129, 10**9, "2", True),
-    "temperature": (-0.1, 100.1, "1", True),
+    "temperature": (-0.1, 2.1, "1", True),
     "top_p": (0, 1.1, -1),
     "top_k": (-2, 2**40, 1.5),
     "min_p": (2, -0.1),

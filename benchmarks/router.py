@@ -132,15 +132,15 @@ class StreamingClient(asyncio.Protocol):
         self._rows = rows
         self._delays = delays
         self._row: PacedRequest | None = None
+        self.answer = b""  # the beginning of the response
         self._rest = b""  # the beginning of an event whose end has not arrived
-        self.transport: Any = None  # uvloop's transport has no type
 
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
+    def connection_made(self, transport: Any) -> None:  # uvloop's transport has no type
         body = f'{{"model":"model","prompt":[5,6,7],"max_tokens":{MAX_TOKENS},"ignore_eos":true,"stream":true}}'
         transport.write(HEAD.format(len(body), body).encode())
 
     def data_received(self, data: bytes) -> None:
+        self.answer = self.answer or data[:500]
         data, _, self._rest = (self._rest + data).rpartition(b"\n\n")
         count = data.count(b'"text":')
         if self._row is None:
@@ -218,7 +218,9 @@ async def started(fleet: PacedFleet, cpu: int, workers: int) -> AsyncIterator[Ro
     with running_router("router", cpu, ["--workers", str(workers)]) as router:
         announcers = [await node.join(router.registry) for node in fleet.nodes]
         try:
-            while router.process.poll() is None and await num_ready(router.port) < NUM_NODES:  # noqa: ASYNC110
+            while await num_ready(router.port) < NUM_NODES:
+                if router.process.poll() is not None:
+                    raise RuntimeError("The router did not start; its message is above.")
                 await asyncio.sleep(0.05)
             yield router
         finally:
@@ -241,17 +243,20 @@ async def streams(router: RouterProcess, fleet: PacedFleet, count: int, delays: 
     """Open `count` streams and wait until each is placed on a node."""
     loop, rows = asyncio.get_running_loop(), fleet.rows
     clients = [
-        (await loop.create_connection(lambda: StreamingClient(rows, delays), "127.0.0.1", router.port))[1]
+        await loop.create_connection(lambda: StreamingClient(rows, delays), "127.0.0.1", router.port)
         for _ in range(count)
     ]
     try:
-        async with asyncio.timeout(30):
-            while len(rows) < count:  # noqa: ASYNC110 - there is no single event to await
-                await asyncio.sleep(0.01)
+        deadline = loop.time() + 30
+        while len(rows) < count:
+            if loop.time() > deadline:
+                answers = {client.answer for _, client in clients if not client.answer.startswith(b"HTTP/1.1 200")}
+                raise TimeoutError(f"{len(rows)} of {count} streams were placed; answers to the others: {answers}")
+            await asyncio.sleep(0.01)
         yield
     finally:
-        for client in clients:
-            client.transport.abort()
+        for transport, _ in clients:
+            transport.abort()
         rows.clear()
         await asyncio.sleep(1)
 

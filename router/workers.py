@@ -18,7 +18,8 @@ from pathlib import Path
 from shared.lifecycle import set_parent_death_signal
 
 log = logging.getLogger("baton.router")
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+HANDLED = ENDING | {signal.SIGCHLD, signal.SIGALRM}  # the signals for which the supervisor waits
 INVALID = 2  # exit status of a process with invalid settings; it is not restarted, and the other processes end too
 RESTART_S = 1.0  # minimum time between two starts of a process, so that a process that always crashes uses little CPU
 POLL_S = 0.5
@@ -51,18 +52,22 @@ def supervise(
     After SIGTERM, the `workers` drain, and this process calls `on_drain`. When all workers have ended, the `helpers`
     get SIGTERM too. A second signal kills all processes.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    signal.setitimer(signal.ITIMER_REAL, POLL_S, POLL_S)
     try:
         return WorkerSupervisor({**helpers, **workers}, set(workers), on_drain).run()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING, signal.SIGCHLD})
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # discards a pending SIGALRM, which would end the process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 
 class WorkerSupervisor:
     """Starts, restarts, drains and reaps the processes.
 
-    The supervisor runs on the main thread without an event loop, because it forks. SIGCHLD and the signals in ENDING
-    are blocked, and `sigtimedwait` receives them."""
+    The supervisor runs on the main thread without an event loop, because it forks. The signals in HANDLED are blocked,
+    and `sigwait` receives them. A timer sends SIGALRM, because `signal.sigtimedwait` is not safe: if the process is
+    stopped and continued, it may return a signal that was not sent."""
 
     def __init__(self, jobs: Mapping[str, Callable[[], int]], workers: set[str], on_drain: Callable[[], None]) -> None:
         self._jobs, self._workers, self._on_drain = jobs, workers, on_drain
@@ -75,13 +80,13 @@ class WorkerSupervisor:
     def run(self) -> int:
         while self._running or not self._is_draining:
             self._start_due()
-            found = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, POLL_S)
+            received = signal.sigwait(HANDLED)
             self._reap()
-            if found is None or found.si_signo == signal.SIGCHLD:
+            if received not in ENDING:
                 continue
             if self._is_draining:
                 self._send(signal.SIGKILL, self._jobs.keys())
-                return 128 + found.si_signo
+                return 128 + received
             self._drain()
         return self._status
 
@@ -99,7 +104,7 @@ class WorkerSupervisor:
         status = 1
         try:
             set_parent_death_signal(parent)()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING, signal.SIGCHLD})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
             status = job()
             sys.stdout.flush()
         except BaseException:  # noqa: BLE001 - the child must not return into the caller's code

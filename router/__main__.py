@@ -40,7 +40,7 @@ from shared import failpoints, logs
 from shared.config.command_line import settings_from_command_line
 from shared.config.settings import RouterSettings
 from shared.errors import ConfigError
-from shared.lifecycle import ProcessLifetime, TaskGroup, cannot_listen, freeze_gc, run
+from shared.lifecycle import ProcessLifetime, TaskGroup, cannot_listen, collect_garbage, freeze_gc, run
 from shared.registry import EmbeddedRegistry, FollowedRegistry, RedisRegistry, Registry
 from shared.rpc import tls
 
@@ -146,16 +146,17 @@ async def _serve_http(
     serving = asyncio.gather(*(server.serve([server.listener]) for server in servers))
     draining = asyncio.ensure_future(lifetime.draining.wait())
     ends: set[asyncio.Future[Any]] = {serving, draining}
-    renewal = TaskGroup()
+    background = TaskGroup()
+    background.start(collect_garbage())
     if certificate is not None:
-        renewal.start(certificate.follow([each.config.ssl for each in servers if each.config.ssl is not None]))
+        background.start(certificate.follow([each.config.ssl for each in servers if each.config.ssl is not None]))
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     draining.cancel()
     observer.close()
     for server in servers:
         server.drain()
     await serving
-    await renewal.close()
+    await background.close()
 
 
 def _metrics(served: Sequence[ConnectedModel], dashboard: Dashboard | None) -> CollectorRegistry:

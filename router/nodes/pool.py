@@ -38,7 +38,6 @@ MAX_DETECTORS = 1024  # when this number is reached, the detectors of nodes with
 # A group, its prefill nodes that may be chosen, and its decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once
-COLLECT_S, FULL_S = 0.05, 60.0  # with more than FEW_NODES nodes: intervals of partial and full garbage collections
 NOTIFY_S = 0.1  # with more than FEW_NODES nodes, the capacity is computed at most once in this time
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
@@ -226,8 +225,6 @@ class NodePool:
             # Exclude the connections and their streams from garbage collections. With 1,000 nodes, a collection takes
             # 0.2 s, which would delay tokens. Frozen objects in cycles are never freed, so `gc.freeze` is called only
             # when there are more nodes than ever before.
-            if not self._num_frozen:
-                self._tasks.start(_collect_young())
             self._num_frozen = num_alive
             gc.freeze()
         self.journal.count_ready()
@@ -434,18 +431,6 @@ class NodePool:
         if prefix_node:
             prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
         return prefill, decode
-
-
-async def _collect_young() -> None:
-    """Collect young garbage so often that no collection takes long, and all garbage about every FULL_S seconds.
-
-    Python's own thresholds do not limit the number of young objects here. Python counts the created objects minus all
-    freed objects, and each report of a node frees about as many older objects as it creates.
-    """
-    gc.set_threshold(*gc.get_threshold()[:2], round(FULL_S / COLLECT_S))
-    while True:
-        await asyncio.sleep(COLLECT_S)
-        gc.collect(1)
 
 
 def _version(group: RoutableNodes[NodeConnection]) -> ModelVersion:

@@ -53,12 +53,12 @@ def supervise(
     get SIGTERM too. A second signal kills all processes.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)  # by default, it would end the process if a thread does not block it
     signal.setitimer(signal.ITIMER_REAL, POLL_S, POLL_S)
     try:
         return WorkerSupervisor({**helpers, **workers}, set(workers), on_drain).run()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # discards a pending SIGALRM, which would end the process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 

@@ -17,9 +17,9 @@ CORE = ("router", "node", "prefill_node", "decode_node", "proxy_node", "schedule
 OPTIONAL_ENGINE = ("cpu", "cuda")
 # Lower these caps when the tree shrinks. Raise them only for a new capability, such as the operator's view, the
 # installation and families of models. Without these capabilities, the goals are 14,500, 27,000 and 28,000 lines.
-MAX_CORE_LINES = 37_004  # the serving path without the kernels of engine/cpu and engine/cuda
-MAX_LINES = 61_566  # all Python outside tests
-MAX_TEST_LINES = 56_477
+MAX_CORE_LINES = 37_018  # the serving path without the kernels of engine/cpu and engine/cuda
+MAX_LINES = 61_580  # all Python outside tests
+MAX_TEST_LINES = 56_512
 DOCUMENTED_LINES = 60  # a class longer than this must have a docstring
 MAX_FUNCTION_LINES = 60
 KERNELS = ("engine/cpu/", "engine/cuda/")

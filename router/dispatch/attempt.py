@@ -100,6 +100,7 @@ class AdmittedRequest:
         """End all samples that have not ended yet."""
         for sample in self.samples:
             self.end(sample, outcome)
+            sample.attempt = None  # the attempt refers to the sample
         for timer in (self._overflow, self._slow):
             if timer is not None:
                 timer.cancel()

@@ -142,6 +142,7 @@ class HttpConnection(HttpToolsProtocol):
         self._waiting.drop(self)
         self._abort()
         super().connection_lost(exc)
+        self.cycle = None  # type: ignore[assignment]  # the cycle refers to this object, which is now freed at once
 
     def data_received(self, data: bytes) -> None:
         if not self._is_leaving:

@@ -38,6 +38,7 @@ MAX_DETECTORS = 1024  # when this number is reached, the detectors of nodes with
 # A group, its prefill nodes that may be chosen, and its decode nodes that may be chosen
 Allowed = tuple[RoutableNodes[NodeConnection], list[NodeConnection], list[NodeConnection]]
 FEW_NODES = 64  # with at most this many nodes, each change of a node is processed at once
+COLLECT_S = 0.05  # with more than FEW_NODES nodes: interval of collections of young garbage
 NOTIFY_S = 0.1  # with more than FEW_NODES nodes, the capacity is computed at most once in this time
 TIMER_S = 0.01  # added to timers, because a timer that fires early would find the node still ejected
 
@@ -225,6 +226,8 @@ class NodePool:
             # Exclude the connections and their streams from garbage collections. With 1,000 nodes, a collection takes
             # 0.2 s, which would delay tokens. Frozen objects in cycles are never freed, so `gc.freeze` is called only
             # when there are more nodes than ever before.
+            if not self._num_frozen:
+                self._tasks.start(_collect_young())
             self._num_frozen = num_alive
             gc.freeze()
         self.journal.count_ready()
@@ -431,6 +434,17 @@ class NodePool:
         if prefix_node:
             prefill = [each for each in prefill if each.info.id == prefix_node] or prefill
         return prefill, decode
+
+
+async def _collect_young() -> None:
+    """Collect young garbage so often that no collection takes long.
+
+    Python's own thresholds do not limit the number of young objects here. Python counts the created objects minus all
+    freed objects, and each report of a node frees about as many older objects as it creates.
+    """
+    while True:
+        await asyncio.sleep(COLLECT_S)
+        gc.collect(1)
 
 
 def _version(group: RoutableNodes[NodeConnection]) -> ModelVersion:

@@ -4,6 +4,7 @@ The node pool is real; only its nodes are simulated, and they have no network st
 """
 
 import asyncio
+import gc
 from array import array
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.dispatch import dispatcher as dispatch_module
+from router.dispatch.attempt import AdmittedRequest
 from router.dispatch.requests import GenerationRequest
 from router.nodes import health as health_module
 from router.nodes import load as load_module
@@ -83,6 +85,21 @@ async def test_a_finish_may_come_without_tokens() -> None:
     here.d0.send(TokenDelta("r.0.0", 0, pack_ids([5])), TokenDelta("r.0.0", 1, finish="stop"))
     assert [(piece.tokens, piece.finish) for piece in await collect(run)] == [([5], None), ([], "stop")]
     here.check_over()
+
+
+async def test_a_finished_request_is_freed_without_a_garbage_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        here = stage("d0")
+        run = await here.submit()
+        here.d0.send(TokenDelta("r.0.0", 0, pack_ids([5]), finish="stop"))
+        await collect(run)
+        del run
+        await settle()
+        assert not any(type(each) is AdmittedRequest for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 # ---- failures ---------------------------------------------------------------------------------------------------

@@ -255,14 +255,17 @@ async def test_a_router_that_has_just_started_learns_adapters_from_the_first_nod
             await Dispatcher(here.fleet, queue, "m", DispatchRules(), RouterObserver()).learn_adapters()
 
 
-async def test_the_streams_of_many_nodes_are_excluded_from_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    freezes = list[int]()
+async def test_the_streams_of_many_nodes_do_not_make_garbage_collections_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    freezes, collections = list[int](), list[int]()
     monkeypatch.setattr(pool, "FEW_NODES", 0)
-    monkeypatch.setattr(pool, "gc", SimpleNamespace(freeze=lambda: freezes.append(1)))
+    collector = SimpleNamespace(freeze=lambda: freezes.append(1), collect=collections.append)
+    monkeypatch.setattr(pool, "gc", collector)
     async with stage("d0 d1") as here:
         await asyncio.sleep(3 * pool.NOTIFY_S)
         before = len(freezes)
         assert 1 <= before <= 2
+        assert await wait_until(lambda: len(collections) > 2, 5.0)
+        assert set(collections) == {1}, "only young objects are collected"
         here.listing.put(replace(here.fleet.connections["d0"].info, id="d2", address="127.0.0.1:1"))
         here.nodes["d0"].end_stream()
         assert await wait_until(lambda: here.nodes["d0"].num_streams == 2, 5.0)

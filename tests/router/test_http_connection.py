@@ -1,7 +1,9 @@
 """Test when an `HttpConnection` writes a response, and how responses end when the router shuts down."""
 
 import asyncio
+import gc
 import json
+import weakref
 from typing import Any
 
 import uvicorn
@@ -37,7 +39,7 @@ async def writes_of(app: Any) -> list[bytes]:
     config.load()
     state = dict[str, Any]()
     connection, transport = HttpConnection(config, ServerState(), state), RecordingTransport()
-    state["connection"] = connection
+    state["connection"] = weakref.proxy(connection)
     connection.connection_made(transport)
     connection.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
     async with asyncio.timeout(30):
@@ -86,6 +88,17 @@ async def test_a_long_response_is_not_collected() -> None:
     writes = await writes_of(responding(*pieces))
     assert max(map(len, writes)) < 2 * UNSENT_BYTES
     assert all(piece in b"".join(writes) for piece in pieces)
+
+
+async def test_a_closed_connection_is_freed_without_a_garbage_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        await writes_of(responding(b"one"))
+        await asyncio.sleep(0.01)
+        assert not any(type(each) is HttpConnection for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 async def test_a_request_that_a_drain_does_not_wait_for_ends_with_an_error(byte_level: Tokenizer) -> None:
